@@ -1,0 +1,70 @@
+"""Checks of what users pass in. Each error names the argument, what was expected and what it was."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from matroots._products import HALF_DTYPES, wide
+
+
+def check_matrices(A: object, name: str) -> None:
+    """Raise unless ``A`` is a real floating-point tensor ``(*, n, n)`` with values (no meta tensor)."""
+    if not isinstance(A, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(A).__name__}")
+    if A.dtype not in (*HALF_DTYPES, torch.float32, torch.float64):
+        raise TypeError(
+            f"{name}: expected float16, bfloat16, float32 or float64, got {str(A.dtype).removeprefix('torch.')}"
+        )
+    if A.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {A.layout}")
+    if A.ndim < 2 or A.shape[-1] != A.shape[-2]:
+        raise ValueError(f"{name}: expected (*, n, n), got {tuple(A.shape)}")
+    if A.device.type == "meta":
+        raise ValueError(f"{name}: expected values, got a meta tensor, which has none")
+
+
+def check_number(name: str, value: object, *, positive: bool = False) -> float:
+    """Return ``value`` as a float, or raise unless it is a finite number, not negative (``positive``: not 0 either)."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}: expected a real number, got {type(value).__name__}")
+    number = float(value)
+    if not math.isfinite(number) or number < 0 or (positive and number == 0):
+        raise ValueError(f"{name}: expected a finite number {'> 0' if positive else '>= 0'}, got {number}")
+    return number
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise unless ``value`` is None or an integer of at least 1."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an integer or None, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name}: expected an integer >= 1 or None, got {value}")
+
+
+def absolute_damping(damping: object, A: Tensor) -> Tensor:
+    """Return the absolute damping of each member as float64 ``(b,)`` on A's device.
+
+    Values in a tensor are checked where looking does not synchronise, on the CPU.
+    """
+    batch = A.shape[:-2]
+    if not isinstance(damping, Tensor):
+        value = check_number("damping", damping)
+        return torch.full((math.prod(batch),), value, dtype=wide(A.device), device=A.device)
+    if not damping.is_floating_point():
+        raise TypeError(f"damping: expected a floating-point tensor, got {damping.dtype}")
+    if damping.is_cpu and not bool((damping.detach().nan_to_num(0.0, posinf=-1.0) >= 0).all()):
+        raise ValueError("damping: expected values >= 0 (NaN for a member that has none) and finite")
+    try:
+        each = damping.detach().to(A.device, wide(A.device)).expand(batch)
+    except RuntimeError as error:
+        raise ValueError(
+            "damping: expected a number or a tensor that broadcasts to the batch shape"
+            f" {tuple(batch)}, got {tuple(damping.shape)}"
+        ) from error
+    return each.reshape(-1)

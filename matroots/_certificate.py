@@ -1,0 +1,442 @@
+"""Proven bounds on the error of any X that is offered as ``A^{-1/p}``.
+
+The two theorems used, with their proofs, are in ``docs/certificate.md``. For ``p = a/b``, A and X positive definite, let S be the
+symmetric matrix similar to ``A^b X^a`` with ``alpha I <= S <= beta I``, ``alpha > 0``. Then, in the Loewner order,
+
+    alpha^{1/a} A^{-1/p} <= X <= beta^{1/a} A^{-1/p}                                                     (1)
+
+    ||X - A^{-1/p}||_2 <= max(1, beta)^{(a-1)/a} / a * ||X^{1/2} (I - S^{-1}) X^{1/2}||_2                   (2)
+
+Neither needs X to commute with A. (1) is sharp when errors are spread evenly over the spectrum, (2) when they do not commute
+with A and weigh heavily in S; the smaller one is reported. Everything is computed in float64, from A and X alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from matroots._arguments import absolute_damping, check_matrices, check_number
+from matroots._exponent import addition_chain, parse_exponent
+from matroots._prepare import asymmetry_tolerance, lambda_bound, rescaled, with_identity
+from matroots._products import add_to_diagonal, frobenius, full_precision, symmetric_part, wide
+from matroots.scaling.bounds import norm_bound
+from matroots.scaling.multi_power import rayleigh, start_vectors
+from matroots.solvers.evd import eigh_with_ladder
+
+Kind = Literal["residual", "reference", "estimate"]
+U = torch.finfo(torch.float64).eps / 2
+LARGEST_POWER = 64  # p = a/b: X^a is formed (its square root is)
+FAILURE = 1e-9  # of each of the two probabilistic bounds behind kind="estimate"
+_PROBES, _PROBE_STEPS = 16, 4
+
+
+class Certificate(NamedTuple):
+    """Bounds on the error of X, one per member: float64 (bool for the last two) with the batch shape.
+
+    Attributes:
+        lower, upper: Loewner factors, ``lower A^{-1/p} <= X <= upper A^{-1/p}``; NaN for ``kind="reference"``.
+        relative_error: at least ``||X - A^{-1/p}||_2 / ||A^{-1/p}||_2``; inf where not valid.
+        eta: at least ``||I - S||_2`` with S similar to ``A X^p`` (``A^b X^a`` for p = a/b); inf where not valid.
+        positive_definite: X was shown to be positive definite.
+        valid: the bounds hold. Where False nothing is claimed.
+    """
+
+    lower: Tensor
+    upper: Tensor
+    relative_error: Tensor
+    eta: Tensor
+    positive_definite: Tensor
+    valid: Tensor
+
+
+def certify(
+    A: Tensor,
+    X: Tensor,
+    p: float,
+    *,
+    damping: float | Tensor = 0.0,
+    rel_damping: float = 0.0,
+    kind: Kind = "residual",
+    assume_positive: bool = False,
+    generator: torch.Generator | None = None,
+) -> Certificate:
+    """Bound the error of X as ``(A + eps I)^{-1/p}``, whoever computed it and however.
+
+    Args:
+        A: ``(*, n, n)`` symmetric, floating point. The norm of an antisymmetric part is added to the error, one that no
+            call would accept (see :func:`inv_root_ex`) makes the member invalid.
+        X: ``(*, n, n)``, like A in shape and device, any floating dtype. The norm of its antisymmetric part is added.
+        p: a rational >= 1 with numerator at most 64: ``int``, ``Fraction``, or a ``float`` such as 2.5 or 8/3.
+        damping, rel_damping: as for :func:`inv_root_ex`, ``eps = damping + rel_damping * lambda_bound(A)``. Pass the
+            ``damping`` of an :class:`InvRoot` to certify against what was really solved.
+        kind: ``"residual"`` costs 5 products for p = 2, 6 for 4, two eigenvalue decompositions (values only) and a
+            Cholesky factor, all in fp64. ``"reference"`` solves again by fp64 eigendecomposition, certifies that and adds
+            the distance to X: within a few per cent of the truth, about twice as dear. ``"estimate"`` costs O(n^2): the
+            norm of ``I - S`` from a few random vectors, wrong with probability at most 2e-9; for even p only.
+        assume_positive: must be True for ``"estimate"``, which cannot see the signs of X's eigenvalues.
+        generator: of the random vectors of ``"estimate"``; None: the same ones on each call.
+
+    Returns:
+        :class:`Certificate`. Devices without fp64 are served on the CPU and get their tensors back in fp32.
+
+    Raises:
+        TypeError, ValueError: for arguments that do not fit.
+
+    >>> A = torch.diag(torch.tensor([1.0, 4.0]))
+    >>> bool(certify(A, torch.diag(torch.tensor([1.0, 0.5])), p=2).relative_error < 1e-14)
+    True
+    >>> bool(certify(A, torch.diag(torch.tensor([1.0, -0.5])), p=2).valid)
+    False
+    """
+    check_matrices(A, "A")
+    check_matrices(X, "X")
+    if A.shape != X.shape:
+        raise ValueError(f"X: expected the shape of A, {tuple(A.shape)}, got {tuple(X.shape)}")
+    if A.device != X.device:
+        raise ValueError(f"X: expected the device of A, {A.device}, got {X.device}")
+    if kind not in get_args(Kind):
+        raise ValueError(f"kind: expected one of {get_args(Kind)}, got {kind!r}")
+    fraction, slack = rational_exponent(p)
+    if kind == "estimate" and (not assume_positive or fraction.numerator % 2):
+        raise ValueError(
+            f'kind: "estimate" is blind to the signs of X and needs an even p and assume_positive=True; got p={p},'
+            f" assume_positive={assume_positive}"
+        )
+    eps = _total_damping(A, damping, rel_damping)
+    device = A.device if A.device.type != "mps" else torch.device("cpu")
+    n, b = A.shape[-1], A.shape[:-2].numel()
+    with full_precision(device):
+        if A.numel():
+            flat, other = (M.detach().to(device).reshape(b, n, n) for M in (A, X))
+            certificate = _certified(_normalised(flat, other, eps.to(device), fraction), fraction, kind, generator)
+        else:
+            certificate = _vacuous(b, device)
+    certificate = _settled(certificate, slack)
+    return Certificate(
+        *(
+            field.reshape(A.shape[:-2]).to(A.device, wide(A.device) if field.is_floating_point() else field.dtype)
+            for field in certificate
+        )
+    )
+
+
+def _certified(
+    pair: _Pair, p: Fraction, kind: Kind, generator: torch.Generator | None
+) -> Certificate:
+    if kind == "residual":
+        certificate = _residual(pair, p)
+    elif kind == "reference":
+        certificate = _reference(pair, p)
+    else:
+        certificate = _estimate(pair, p, generator)
+    return certificate._replace(
+        positive_definite=certificate.positive_definite & pair.usable, valid=certificate.valid & pair.usable
+    )
+
+
+def _vacuous(b: int, device: torch.device) -> Certificate:
+    """The certificate of matrices without entries."""
+    zero, one = torch.zeros(b, dtype=torch.float64, device=device), torch.ones(b, device=device)
+    return Certificate(zero + 1, zero + 1, zero, zero, one.bool(), one.bool())
+
+
+def _settled(certificate: Certificate, slack: float) -> Certificate:
+    """Claim nothing where nothing is known."""
+    error = certificate.relative_error + slack
+    valid = certificate.valid & torch.isfinite(error)
+    return certificate._replace(
+        lower=torch.where(valid, certificate.lower, torch.nan),
+        upper=torch.where(valid, certificate.upper, torch.nan),
+        relative_error=torch.where(valid, error, torch.inf),
+        eta=torch.where(valid, certificate.eta, torch.inf),
+        valid=valid,
+    )
+
+
+def rational_exponent(p: object) -> tuple[Fraction, float]:
+    """Return p as a fraction with a small numerator, and what its rounding adds to a relative error.
+
+    The root's exponent moves by at most ``2 u / p``, its eigenvalues (relatively) by that times ``|log lambda|`` of at most
+    1,500.
+    """
+    exponent = parse_exponent(p)
+    fraction = exponent if isinstance(exponent, Fraction) else Fraction(exponent).limit_denominator(64)
+    if float(fraction) != float(exponent) or fraction.numerator > LARGEST_POWER:
+        raise ValueError(
+            f"p: a certificate needs a rational p = a/b with a <= {LARGEST_POWER}, b <= 64, got {p}"
+        )
+    return fraction, 0.0 if isinstance(exponent, Fraction) else 3000.0 * U / float(exponent)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A + eps I and X, ``(b, n, n)`` float64, symmetric, of moderate size; identity where not usable."""
+
+    A: Tensor
+    X: Tensor
+    A_error: Tensor  # how far A may be from the matrix that is meant, in the Frobenius norm
+    X_error: Tensor
+    usable: Tensor
+
+
+def _total_damping(A: Tensor, damping: float | Tensor, rel_damping: float) -> Tensor:
+    eps, relative = absolute_damping(damping, A), check_number("rel_damping", rel_damping)
+    return eps + relative * lambda_bound(A).reshape(-1) if relative else eps
+
+
+def _normalised(A: Tensor, X: Tensor, eps: Tensor, p: Fraction) -> _Pair:
+    """Bring both to moderate size: A by ``2^{-a t}``, X by ``2^{b t}``, which leaves ``A^b X^a`` as it is, exactly."""
+    n, (a, b) = A.shape[-1], p.as_integer_ratio()
+    tolerance = asymmetry_tolerance(A)
+    A, X = A.to(torch.float64), X.to(torch.float64)
+    largest = torch.maximum(A.abs().amax((-2, -1)), eps)
+    usable = torch.isfinite(largest) & torch.isfinite(X.abs().amax((-2, -1))) & (largest > 0)
+    exponent = torch.frexp(torch.where(usable, largest, 1.0)).exponent.to(torch.float64)
+    t = torch.round(exponent / a)
+    A, X = rescaled(A, -a * t), rescaled(X, b * t)
+    S, T = symmetric_part(A), symmetric_part(X)
+    A_error, X_error = frobenius(A.sub_(S)), frobenius(X.sub_(T))
+    usable = usable & (A_error <= tolerance * frobenius(S))
+    S = add_to_diagonal(S, torch.where(usable, rescaled(eps, -a * t), 0.0))
+    # forming S and T rounds each entry once, adding eps each diagonal entry once more
+    A_error = A_error + U * (frobenius(S) + S.diagonal(dim1=-2, dim2=-1).norm(dim=-1))
+    return _Pair(
+        A=with_identity(S, ~usable),
+        X=with_identity(T, ~usable),
+        A_error=torch.where(usable, A_error, 0.0),
+        X_error=torch.where(usable, X_error + U * frobenius(T), 0.0),
+        usable=usable,
+    )
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A computed batch of matrices and, per member, a bound on its distance (Frobenius) from the exact one."""
+
+    value: Tensor
+    error: Tensor
+
+    def __matmul__(self, other: Bounded) -> Bounded:
+        """Multiply; ``|fl(FG) - FG| <= gamma_n |F| |G|`` in whatever order the sums are taken (Higham 2002, 3.5)."""
+        size, other_size = frobenius(self.value), frobenius(other.value)
+        n = self.value.shape[-1]
+        rounding = gamma(n) * size * other_size
+        inherited = self.error * other_size + (size + self.error) * other.error
+        return Bounded(torch.bmm(self.value, other.value), (inherited + rounding) * (1 + 8 * U))
+
+    @property
+    def mT(self) -> Bounded:
+        """The transpose."""
+        return Bounded(self.value.mT, self.error)
+
+
+def gamma(n: int) -> float:
+    """Return ``n u / (1 - n u)``, the growth of rounding over a sum of n products."""
+    return n * U / (1 - n * U)
+
+
+def _power(F: Bounded, exponent: int) -> Bounded:
+    powers = [F]
+    for i, j in addition_chain(exponent):
+        powers.append(powers[i] @ powers[j])
+    return powers[-1]
+
+
+def _factor(pair: _Pair) -> tuple[Tensor, Tensor, Tensor]:
+    """Return C with ``C C^T ~ X``, a bound on ``||X - C C^T||_2``, and whether X is proven positive definite.
+
+    The factor is taken of ``X - delta I`` with delta above the backward error ``gamma_{n+1} tr(C C^T)`` of Cholesky's method:
+    its existence then proves that X itself is positive definite (Higham 2002, theorem 10.3).
+    """
+    n = pair.X.shape[-1]
+    trace = pair.X.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
+    delta = 2 * gamma(n + 2) * trace
+    C, info = torch.linalg.cholesky_ex(add_to_diagonal(pair.X.clone(), -delta))
+    positive = (info == 0) & torch.isfinite(C.diagonal(dim1=-2, dim2=-1).sum(-1))
+    C = with_identity(C, ~positive)
+    return C, 2 * delta, positive
+
+
+def _residual(pair: _Pair, p: Fraction) -> Certificate:
+    """Both theorems, with every rounding error bounded and added.
+
+    For even a, ``S = X^{a/2} A^b X^{a/2}``. For odd a, ``S = C^T X^{(a-1)/2} A^b X^{(a-1)/2} C`` for the Cholesky factor C of X.
+    """
+    a, b = p.as_integer_ratio()
+    n, even, exact = pair.A.shape[-1], a % 2 == 0, torch.zeros_like(pair.A_error)
+    C, C_error, positive = _factor(pair)
+    # what is certified is X for even a and C C^T for odd a; the second is C_error away
+    X_error = pair.X_error if even else pair.X_error + C_error
+    S = _similar(pair, Bounded(C, exact), a, b)
+    alpha, beta, valid = _extreme_eigenvalues(S)
+    valid = valid & positive
+    alpha, beta = torch.where(valid, alpha, 1.0), torch.where(valid, beta, 1.0)
+    low, high = alpha ** (1 / a) * (1 - 4 * U), beta ** (1 / a) * (1 + 4 * U)
+    loewner = torch.maximum(1 - low, high - 1)
+    distance = _weighted_gap(S, Bounded(C, exact), alpha, even)
+    if even:
+        distance = distance + _padding(C, C_error, alpha, beta)
+    normwise = high.clamp_min(1.0) ** (a - 1) / a * distance * (1 + 8 * U)
+    X_norm = (norm_from_below(pair.X) - X_error).clamp_min(0.0)
+    root_norm = torch.maximum(X_norm / high, X_norm - normwise)  # <= ||A^{-1/p}||, by (1) or by (2)
+    relative = torch.minimum(loewner, normwise / root_norm) + X_error / root_norm
+    # X <= high R + X_error I and I <= ||A||^{1/p} R
+    spread = X_error * (frobenius(pair.A) * (1 + 2 * n * U) + pair.A_error) ** (b / a)
+    return Certificate(
+        lower=low - spread,
+        upper=high + spread,
+        relative_error=relative * (1 + 8 * U),
+        eta=torch.maximum(1 - alpha, beta - 1).clamp_min(0.0),
+        positive_definite=positive,
+        valid=valid & (root_norm > 0),
+    )
+
+
+def _similar(pair: _Pair, C: Bounded, a: int, b: int) -> Bounded:
+    """Return S, symmetric and similar to ``A^b X^a``, with a bound on its error."""
+    A = Bounded(pair.A, pair.A_error)
+    if a % 2 == 0:
+        W = _power(Bounded(pair.X, torch.zeros_like(pair.X_error)), a // 2)
+    else:
+        W = C if a == 1 else _power(C @ C.mT, (a - 1) // 2) @ C
+    V = W if b == 1 else _power(A, b // 2) @ W
+    S = V.mT @ (A @ V) if b % 2 else V.mT @ V
+    return Bounded(symmetric_part(S.value), S.error)
+
+
+def _extreme_eigenvalues(S: Bounded) -> tuple[Tensor, Tensor, Tensor]:
+    """Return bounds alpha, beta with ``alpha I <= S <= beta I``, and whether alpha is positive and all is finite.
+
+    ``eigvalsh`` is backward stable: its eigenvalues are off by at most a modest multiple of ``u ||S||``, for which
+    ``4 n u ||S||_F`` stands.
+    """
+    eigenvalues = spectrum(S.value)
+    slop = S.error + 4 * S.value.shape[-1] * U * frobenius(S.value)
+    alpha, beta = eigenvalues[..., 0] - slop, eigenvalues[..., -1] + slop
+    return alpha, beta, (alpha > 0) & torch.isfinite(beta)
+
+
+def _weighted_gap(S: Bounded, C: Bounded, alpha: Tensor, even: bool) -> Tensor:
+    """Bound ``||X^{1/2} (I - S^{-1}) X^{1/2}||_2`` with ``X = C C^T``, from ``I - S^{-1} = D - D S^{-1} D``, ``D = S - I``.
+
+    For the S of even a that norm is ``||C^T (I - S^{-1}) C||``, for odd a, whose S is the same one rotated, ``||C (I - S^{-1}) C^T||``.
+    """
+    n = S.value.shape[-1]
+    D = Bounded(add_to_diagonal(S.value.clone(), -1.0), S.error + U * frobenius(S.value))
+    F = C if even else C.mT
+    DF = D @ F
+    N = F.mT @ DF
+    first = spectrum(symmetric_part(N.value)).abs().amax(-1)
+    slop = N.error + 4 * n * U * frobenius(N.value)
+    return first + slop + (frobenius(DF.value) + DF.error) ** 2 / alpha
+
+
+def _padding(C: Tensor, C_error: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    """Return what ``X = C C^T + F``, ``0 <= F <= C_error I``, may add to ``||C^T G C||``, ``G = I - S^{-1}``.
+
+    ``X = B B^T`` with ``B = (C, F^{1/2})``, so ``||X^{1/2} G X^{1/2}|| = ||B^T G B|| <= ||C^T G C|| + ||F^{1/2} G C|| + ||F^{1/2} G F^{1/2}||``.
+    """
+    gap = torch.maximum(1 / alpha - 1, 1 - 1 / beta).clamp_min(0.0)
+    return gap * (C_error.sqrt() * frobenius(C) + C_error)
+
+
+def spectrum(S: Tensor) -> Tensor:
+    """Return the eigenvalues of symmetric ``(b, n, n)``, ascending; NaN for a member that is not finite or fails."""
+    broken = ~torch.isfinite(S.abs().amax((-2, -1)))
+    safe = with_identity(S.clone(), broken)
+    try:
+        eigenvalues = torch.linalg.eigvalsh(safe)
+    except torch.linalg.LinAlgError:
+        eigenvalues = torch.stack([_spectrum_or_nan(member) for member in safe])
+    return eigenvalues.masked_fill(broken.unsqueeze(-1), torch.nan)
+
+
+def _spectrum_or_nan(S: Tensor) -> Tensor:
+    try:
+        return torch.linalg.eigvalsh(S)
+    except torch.linalg.LinAlgError:
+        return torch.full_like(S[0], torch.nan)
+
+
+def norm_from_below(X: Tensor) -> Tensor:
+    """Return a Rayleigh quotient of symmetric X, less its own rounding: at most ``||X||_2``, ``(b,)``."""
+    quotient = rayleigh(X, start_vectors(8, X), steps=12)
+    return (quotient - 8 * X.shape[-1] * U * frobenius(X)).clamp_min(0.0)
+
+
+def _reference(pair: _Pair, p: Fraction) -> Certificate:
+    """Certify an fp64 eigendecomposition's root and add its distance to X."""
+    eigenvalues, Q, _, decomposed = eigh_with_ladder(pair.A)
+    positive_A = decomposed & (eigenvalues[..., 0] > 0)
+    powers = eigenvalues.clamp_min(torch.finfo(torch.float64).tiny) ** -(1 / float(p))
+    R = symmetric_part(torch.bmm(Q * powers.unsqueeze(-2), Q.mT))
+    finite = positive_A & torch.isfinite(R.abs().amax((-2, -1)))
+    R = with_identity(R, ~finite)
+    reference = _residual(replace(pair, X=R, X_error=torch.zeros_like(pair.X_error)), p)
+    gap = symmetric_part(pair.X - R)
+    n = gap.shape[-1]
+    distance = spectrum(gap).abs().amax(-1) + 4 * n * U * frobenius(gap) + pair.X_error
+    distance = distance + U * (frobenius(pair.X) + frobenius(R))
+    root_norm = norm_from_below(R) / (1 + reference.relative_error)
+    nothing = torch.full_like(distance, torch.nan)
+    return Certificate(
+        lower=nothing,
+        upper=nothing,
+        relative_error=(distance / root_norm + reference.relative_error) * (1 + 8 * U),
+        eta=nothing,
+        positive_definite=_factor(pair)[2],
+        valid=finite & reference.valid & (root_norm > 0),
+    )
+
+
+def _estimate(pair: _Pair, p: Fraction, generator: torch.Generator | None) -> Certificate:
+    """Bound ``||D||_2``, ``D = S - I``, from products with k Gaussian vectors w (Halko, Martinsson, Tropp 2011, lemma 4.1).
+
+    ``P(||D^q|| > t sqrt(2/pi) max_i ||D^q w_i||) <= t^{-k}``; used for q = 1 and, sharper, for a power of D whose rounding is
+    bounded with the help of the first.
+    """
+    a, b = p.as_integer_ratio()
+    factor = FAILURE ** (-1 / _PROBES) * math.sqrt(2 / math.pi)
+    V = start_vectors(_PROBES, pair.A, generator).expand(pair.A.shape[0], -1, -1)
+    error = torch.zeros(V.shape[:-1], dtype=V.dtype, device=V.device)
+    first = eta = torch.full_like(pair.A_error, torch.inf)
+    for q in range(1, _PROBE_STEPS + 1):
+        V, rounding = _apply_gap(pair, V, a, b)
+        error = rounding if q == 1 else first.unsqueeze(-1) * error + rounding
+        largest = (torch.linalg.vector_norm(V, dim=-1) * (1 + 2 * V.shape[-1] * U) + error).amax(-1)
+        if q == 1:
+            first = factor * largest
+    eta = torch.fmin(first, (factor * largest) ** (1 / _PROBE_STEPS)) * (1 + 8 * U)
+    low, high = (1 - eta).clamp_min(0.0) ** (1 / a) * (1 - 4 * U), (1 + eta) ** (1 / a) * (1 + 4 * U)
+    root_norm = (norm_from_below(pair.X) - pair.X_error).clamp_min(0.0) / high
+    A_norm = frobenius(pair.A) * (1 + 2 * pair.A.shape[-1] * U) + pair.A_error
+    spread = pair.X_error * A_norm ** (b / a)
+    return Certificate(
+        lower=low - spread,
+        upper=high + spread,
+        relative_error=torch.maximum(1 - low, high - 1) + pair.X_error / root_norm,
+        eta=eta,
+        positive_definite=torch.ones_like(pair.usable),
+        valid=(eta < 1) & (root_norm > 0),
+    )
+
+
+def _apply_gap(pair: _Pair, V: Tensor, a: int, b: int) -> tuple[Tensor, Tensor]:
+    """Return ``D v`` for the rows v of V, ``D = X^{a/2} A^b X^{a/2} - I``, and a bound on its rounding error, ``(b, k)``."""
+    n, exact = V.shape[-1], torch.zeros_like(pair.A_error)
+    W, error = V, V.new_zeros(V.shape[:-1])
+    sides = [(pair.X, exact)] * (a // 2)
+    for F, F_error in (*sides, *[(pair.A, pair.A_error)] * b, *sides):
+        size = torch.linalg.vector_norm(W, dim=-1)
+        F_norm = norm_bound(F).unsqueeze(-1)
+        spoilt = (gamma(n) * frobenius(F) + F_error).unsqueeze(-1)
+        error = (F_norm + spoilt) * error + spoilt * size * (1 + 2 * n * U)
+        W = torch.bmm(W, F)
+    sizes = torch.linalg.vector_norm(W, dim=-1) + torch.linalg.vector_norm(V, dim=-1)
+    return W - V, error + 2 * U * sizes

@@ -1,0 +1,167 @@
+"""From the user's matrix to one that a solver can take: symmetric, of moderate size, damped, proven positive definite.
+
+Every method goes through here, so that damping, symmetry and definiteness mean the same for all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from matroots._arguments import check_matrices
+from matroots._products import HALF_DTYPES, add_to_diagonal, frobenius, symmetric_part, wide
+from matroots._result import Status
+from matroots.scaling.bounds import norm_bound
+
+EMPTY_ROW = 0.5  # stands in for the diagonal of a zero row: no larger than max |a_ij| after equilibration
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A batch ``(b, n, n)`` in the compute dtype; vectors have shape ``(b,)`` and are float64.
+
+    Attributes:
+        A: ``2^-exponent`` times the symmetric part, plus ``damping`` on the diagonal; identity where ``status`` failed.
+        exponent: power of two taken out.
+        bound: ``lambda_bound`` of the undamped matrix, in the units of A.
+        damping: eps, in the units of A, the shift for rounding included.
+        noise: eigenvalues above ``-noise`` may be negative by rounding alone.
+        status: int32, CONVERGED where nothing is wrong.
+        symmetric: bool, no antisymmetric part beyond rounding.
+        zero_rows: ``(b, n)`` bool, rows that are exactly zero and undamped.
+    """
+
+    A: Tensor
+    exponent: Tensor
+    bound: Tensor
+    damping: Tensor
+    noise: Tensor
+    status: Tensor
+    symmetric: Tensor
+    zero_rows: Tensor
+
+
+def prepare(A: Tensor, damping: Tensor, rel_damping: float, dtype: torch.dtype) -> Prepared:
+    """Symmetrise, equilibrate and damp ``(b, n, n)``; flag what is not finite or not symmetric.
+
+    Equilibration divides by a power of two, which is exact, so that no norm overflows or underflows.
+    ``damping`` is float64 ``(b,)``, in the units of the input.
+    """
+    largest = A.abs().amax((-2, -1)).to(wide(A.device))
+    finite = torch.isfinite(largest) & torch.isfinite(damping)
+    largest = torch.where(finite, torch.maximum(largest, damping), 1.0)
+    exponent = torch.frexp(largest).exponent.to(largest.dtype)
+    full = rescaled(A.to(torch.promote_types(A.dtype, dtype)), -exponent)
+    S = symmetric_part(full)
+    size = frobenius(S)
+    symmetric = frobenius(full.sub_(S)) <= asymmetry_tolerance(A) * size
+    status = torch.where(symmetric, int(Status.CONVERGED), int(Status.INDEFINITE))
+    status = torch.where(finite, status, int(Status.NONFINITE_INPUT)).to(torch.int32)
+    S = with_identity(S, status != int(Status.CONVERGED)).to(dtype)
+    bound = norm_bound(S)
+    eps = torch.where(finite, rescaled(damping, -exponent), 0.0) + rel_damping * bound
+    zero_rows = (S.abs().amax(-1) == 0) & (eps == 0).unsqueeze(-1)
+    noise = rounding_tolerance(A, torch.finfo(dtype).eps / 2) * (bound + eps)
+    return Prepared(add_to_diagonal(S, eps), exponent, bound, eps, noise, status, symmetric, zero_rows)
+
+
+def prove_definite(prepared: Prepared, u_input: float, singular_fails: bool) -> Prepared:
+    """Show by Cholesky factors that A is positive definite, shifted for rounding where it must be.
+
+    Rows that are exactly zero are decoupled from the rest by a positive diagonal entry; the root of the rest is
+    unaffected, an inverse root does not exist (SINGULAR, if ``singular_fails``). A member that has no Cholesky factor
+    gets the smallest of a few shifts, up to ``noise``, that gives it one, or is INDEFINITE.
+    """
+    A = prepared.A
+    A.diagonal(dim1=-2, dim2=-1).add_(prepared.zero_rows.to(A.dtype), alpha=EMPTY_ROW)
+    failed = torch.linalg.cholesky_ex(A).info != 0
+    shift = torch.zeros_like(prepared.damping)
+    if not A.is_cpu or bool(failed.any()):  # on a device, looking would synchronise: take the rungs blindly
+        shift, failed = _shift(A, failed, prepared, u_input)
+    status = torch.where(failed, int(Status.INDEFINITE), int(Status.CONVERGED))
+    if singular_fails:
+        singular = (status == int(Status.CONVERGED)) & prepared.zero_rows.any(-1)
+        status = torch.where(singular, int(Status.SINGULAR), status)
+    status = torch.where(prepared.status == int(Status.CONVERGED), status, prepared.status)
+    return replace(
+        prepared,
+        A=with_identity(add_to_diagonal(A, shift), failed),
+        damping=prepared.damping + shift,
+        status=status.to(torch.int32),
+    )
+
+
+def _shift(
+    A: Tensor, failed: Tensor, prepared: Prepared, u_input: float
+) -> tuple[Tensor, Tensor]:
+    """Return the shift of each failed member, and whether none was enough."""
+    u = torch.finfo(A.dtype).eps / 2
+    finest = A.shape[-1] * u * (prepared.bound + prepared.damping)
+    shift = torch.zeros_like(finest)
+    rungs = [fraction * finest for fraction in (1 / 8, 1 / 2)]
+    while u_input > 4 * u:  # half-precision input: its rounding is coarser than that of the computation
+        rungs.append(torch.minimum(finest * (4 * u / (torch.finfo(A.dtype).eps / 2)), prepared.noise))
+        u *= 4
+    for rung in (*rungs, prepared.noise * 1.125):
+        trial = torch.where(failed, rung, 0.0)
+        holds = torch.linalg.cholesky_ex(add_to_diagonal(A.clone(), trial)).info == 0
+        shift = torch.where(failed & holds, rung, shift)
+        failed = failed & ~holds
+    return shift, failed
+
+
+def rescaled(A: Tensor, exponent: Tensor) -> Tensor:
+    """Return ``2^exponent A`` (exponent ``(b,)``, A ``(b, ...)``), in two factors, as one of them could overflow."""
+    half = torch.floor(exponent / 2)
+    shape = (-1, *[1] * (A.ndim - 1))
+    return (A * torch.exp2(half).to(A.dtype).reshape(shape)).mul_(
+        torch.exp2(exponent - half).to(A.dtype).reshape(shape)
+    )
+
+
+def with_identity(A: Tensor, members: Tensor) -> Tensor:
+    """Put the identity in place of these members (``(b,)`` bool): harmless in every kernel. Written into A."""
+    A.masked_fill_(members.reshape(-1, 1, 1), 0.0)
+    return add_to_diagonal(A, members.to(A.dtype))
+
+
+def asymmetry_tolerance(A: Tensor) -> float:
+    """Return how large ``||A - A^T||_F / (2 ||A||_F)`` may be: ``8 sqrt(n) u``, at most ``sqrt(u)``, u of A's dtype."""
+    u = torch.finfo(A.dtype).eps / 2
+    return min(8.0 * A.shape[-1] ** 0.5 * u, u**0.5)
+
+
+def rounding_tolerance(A: Tensor, u: float) -> float:
+    """Return the n u of the rule on negative eigenvalues; u at least that of A's dtype, and at most ``sqrt(u)`` in all."""
+    u = max(u, torch.finfo(A.dtype).eps / 2)
+    return min(A.shape[-1] * u, u**0.5)
+
+
+def lambda_bound(A: Tensor) -> Tensor:
+    """Return a proven upper bound on the largest eigenvalue, ``min(||A||_F, ||A||_inf) (1 + 2 n u)``.
+
+    Deterministic, O(n^2), the same for every method and scaling: it is what ``rel_damping`` multiplies.
+
+    Args:
+        A: ``(*, n, n)`` symmetric up to rounding, floating point; its symmetric part is used.
+
+    Returns:
+        float64 ``(*)``; NaN for a member that is not finite or not symmetric.
+
+    Raises:
+        TypeError: if A is not a real floating-point tensor.
+        ValueError: if A is not a batch of square matrices.
+
+    >>> lambda_bound(torch.eye(4, dtype=torch.float64)).item()
+    1.0000000000000009
+    """
+    check_matrices(A, "A")
+    if A.numel() == 0:
+        return A.new_zeros(A.shape[:-2], dtype=wide(A.device))
+    flat = A.detach().reshape(-1, *A.shape[-2:])
+    dtype = torch.float32 if A.dtype in HALF_DTYPES else A.dtype
+    prepared = prepare(flat, flat.new_zeros(flat.shape[0], dtype=wide(A.device)), 0.0, dtype)
+    bound = rescaled(prepared.bound, prepared.exponent)
+    return bound.masked_fill(prepared.status != int(Status.CONVERGED), torch.nan).reshape(A.shape[:-2])

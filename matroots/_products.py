@@ -1,0 +1,97 @@
+"""Products of batches of matrices: the one operation that every iteration spends its time in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Product:
+    """``alpha * A @ B`` into a buffer of the caller's, with operands optionally rounded to half precision.
+
+    With ``operand_dtype`` the operands are rounded to it and the products are summed in float32, as tensor
+    cores do. On CPU, whose own half ``bmm`` rounds its sums to half, this is emulated: a product of two
+    halves is exact in float32, so rounding the operands and multiplying in float32 gives the same numbers.
+    """
+
+    operand_dtype: torch.dtype | None = None
+
+    def __call__(self, A: Tensor, B: Tensor, out: Tensor, alpha: float = 1.0) -> Tensor:
+        """Write ``alpha * A @ B`` (each ``(b, n, n)``) into ``out``, which is neither A nor B."""
+        if self.operand_dtype is None:
+            if alpha == 1.0:
+                return torch.bmm(A, B, out=out)
+            return out.baddbmm_(A, B, beta=0, alpha=alpha)
+        A_low, B_low = A.to(self.operand_dtype), B.to(self.operand_dtype)
+        if A.is_cuda:
+            torch.bmm(A_low, B_low, out_dtype=torch.float32, out=out)
+        else:
+            torch.bmm(A_low.to(A.dtype), B_low.to(B.dtype), out=out)
+        return out if alpha == 1.0 else out.mul_(alpha)
+
+
+def add_to_diagonal(A: Tensor, value: float | Tensor) -> Tensor:
+    """Add ``value`` (a number, or one per member, shape ``(b,)``) to the diagonals of A, in place."""
+    diagonal = A.diagonal(dim1=-2, dim2=-1)
+    diagonal += value if isinstance(value, float) else value.to(A.dtype).unsqueeze(-1)
+    return A
+
+
+def symmetric_part(A: Tensor) -> Tensor:
+    """Return ``(A + A^T) / 2``."""
+    return torch.add(A, A.mT).mul_(0.5)
+
+
+def frobenius(A: Tensor) -> Tensor:
+    """Return the Frobenius norm of each member, in float64 where the device has it, else float32."""
+    return torch.linalg.vector_norm(A, dim=(-2, -1)).to(wide(A.device))
+
+
+def wide(device: torch.device) -> torch.dtype:
+    """Return the dtype for scalars per member: float64, or float32 on devices without it (mps)."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class _Float32AsWritten:
+    """Hold torch's global precision flags for float32 products at "ieee" while any solve is running.
+
+    The flags are global to the process, so solves in several threads share one hold: the first to enter
+    saves and sets, the last to leave restores, on any exit.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders = 0
+        self._saved: tuple[str, str] = ("none", "none")
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._holders == 0:
+                self._saved = (_CUDA.fp32_precision, _CPU.fp32_precision)
+                _CUDA.fp32_precision = _CPU.fp32_precision = "ieee"
+            self._holders += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                _CUDA.fp32_precision, _CPU.fp32_precision = self._saved
+
+
+_CUDA, _CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+_float32_as_written = _Float32AsWritten()
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Compute as written: no autocast, no TF32 or bf16 inside float32 products, no gradient graph."""
+    with _float32_as_written, torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield

@@ -1,0 +1,47 @@
+"""Proven upper bounds on the largest eigenvalue, and how they guard an estimate (DESIGN 4.5).
+
+For symmetric A: ``lambda_max <= ||A||_2 <= min(||A||_F, ||A||_inf)``, and for any even power the same applied to
+it, ``||A||_2 = ||A^2||_2^{1/2} <= ||A^2||_F^{1/2}``, which is at most ``n^{1/4}`` too large. The trace of a positive
+semidefinite A is a bound too, but never below ``||A||_F``. Each is inflated by ``1 + 2 n u`` for the rounding of
+its own computation (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from matroots._products import add_to_diagonal, frobenius, wide
+
+
+def inflation(A: Tensor) -> float:
+    """Return ``1 + 2 n u``, u the unit roundoff of A's dtype."""
+    return 1.0 + A.shape[-1] * torch.finfo(A.dtype).eps
+
+
+def norm_bound(A: Tensor) -> Tensor:
+    """Return ``min(||A||_F, ||A||_inf) (1 + 2 n u)`` of symmetric ``(b, n, n)``, O(n^2); shape ``(b,)``."""
+    if A.shape[-1] == 0:
+        return A.new_zeros(A.shape[0], dtype=wide(A.device))
+    row_sums = A.abs().sum(-1, dtype=wide(A.device)).amax(-1)
+    return torch.minimum(frobenius(A), row_sums) * inflation(A)
+
+
+def square_bound(A: Tensor) -> Tensor:
+    """Return ``||A^2||_F^{1/2} (1 + 2 n u)`` of symmetric ``(b, n, n)``: one product; shape ``(b,)``."""
+    return frobenius(torch.bmm(A, A)).sqrt() * inflation(A)
+
+
+def guarded(A: Tensor, estimate: Tensor, bound: Tensor, headroom: float) -> Tensor:
+    """Return a scale s that the solver is safe with, whatever ``estimate`` is worth; shape ``(b,)``.
+
+    A solver with ``headroom`` h converges to the right root while ``lambda_max / s < h``. The proven ``bound``
+    gives that for every ``s >= bound / h``, at no cost. A solver without headroom (h = 1: chebyshev, which
+    leaves its interval) needs a proof that the estimate itself is a bound: ``s I - A`` has a Cholesky
+    factor. Where it has none the bound is used.
+    """
+    if headroom > 1.0:
+        return torch.maximum(torch.minimum(estimate, bound), bound / headroom)
+    gap = add_to_diagonal(-A, estimate)
+    proven = torch.linalg.cholesky_ex(gap).info == 0
+    return torch.where(proven, torch.minimum(estimate * inflation(A), bound), bound)

@@ -1,0 +1,222 @@
+"""Chebyshev series of ``x^{-1/p}`` on ``[floor, 1]``, evaluated by Clenshaw's recurrence (DASH, arXiv:2602.02016).
+
+With ``t(x) = (2 x - 1 - f)/(1 - f)`` and ``x^{-1/p} ~ sum_k c_k T_k(t)``, Clenshaw's ``b_k = c_k I + 2 T b_{k+1} - b_{k+2}`` needs ``d - 1``
+products for degree d. Outside the interval T_k explodes, so the scale must be a proven bound; an eigenvalue below the
+floor is only undershot, and is reported.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.fft import dct
+from torch import Tensor
+
+from matroots._arguments import check_count
+from matroots._exponent import Exponent
+from matroots._products import Product, add_to_diagonal, wide
+from matroots._result import Status
+from matroots.solvers._problem import Problem, Solution, refuse_fixed
+
+Coefficients = npt.NDArray[np.float64]
+DEFAULT_MAX_DEGREE = 1000
+_RUNG = 4.0  # floors are tried at powers of 1/4: the degree is then at most twice what the exact floor needs
+
+
+@dataclass(frozen=True)
+class Chebyshev:
+    """Truncated Chebyshev series, ``method="chebyshev"``: any real p >= 1, ``degree - 1`` products.
+
+    Args:
+        degree: of the polynomial; None takes the smallest that reaches ``tol``, at most ``max_steps`` (1000).
+        floor: lower end of the interval relative to the scale, in (0, 1); None finds, for each member, a proven one
+            among the powers of 1/4 (and the damping). With degree and floor given nothing synchronises.
+    """
+
+    degree: int | None = None
+    floor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_count("degree", self.degree)
+        if self.floor is not None and not 0 < self.floor < 1:
+            raise ValueError(f"floor: expected a number in (0, 1) or None, got {self.floor!r}")
+
+    @property
+    def needs_definite(self) -> bool:
+        """The interval must hold the spectrum."""
+        return True
+
+    def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
+        """Raise ``ValueError`` when a keyword contradicts ``degree``; every p is taken."""
+        refuse_fixed("degree", self.degree, tol, max_steps, "Chebyshev")
+
+    def headroom(self, p: Exponent) -> float:
+        """None: the polynomial explodes above its interval."""
+        return 1.0
+
+    def solve(self, problem: Problem) -> Solution:
+        """Evaluate one polynomial per floor: members whose floors agree share it."""
+        A, p = problem.A, float(problem.p)
+        b = A.shape[0]
+        signs = {"inverse": (-1,), "root": (1,), "pair": (-1, 1)}[problem.want]
+        roots = {sign: torch.empty_like(A) for sign in signs}
+        error = torch.zeros(b, dtype=wide(A.device), device=A.device)
+        degrees = torch.zeros(b, dtype=torch.int64, device=A.device)
+        status = torch.zeros(b, dtype=torch.int32, device=A.device)
+        floors, covered = self._floors(problem)
+        for floor, members in floors:
+            part = A[members]
+            for sign, root in roots.items():
+                target = _target(problem, p, sign, floor)
+                degree = self.degree or smallest_degree(p, sign, floor, target, _limit(problem))
+                root[members] = clenshaw(part, series(p, sign, floor)[: degree + 1], floor, problem.multiply)
+                error[members] = error[members].clamp_min(relative_error(p, sign, floor, degree))
+                degrees[members] += degree
+                if tail(p, sign, floor, degree) > target:
+                    status[members] = int(Status.MAX_STEPS)
+        residual = torch.expm1(p * torch.log1p(error)) + problem.precision_limit
+        residual = torch.where(covered, residual, residual.clamp_min(1.0))
+        if problem.tol is not None:
+            missed = (status == int(Status.CONVERGED)) & (residual > problem.tol)
+            status = torch.where(missed, int(Status.STAGNATED), status).to(torch.int32)
+        return Solution(
+            inverse=roots.get(-1),
+            root=roots.get(1),
+            status=torch.where(covered, status, int(Status.MAX_STEPS)).to(torch.int32),
+            steps=degrees,
+            residual=residual,
+            history=residual.new_empty(b, 0),
+            matmuls=(degrees - len(roots)).clamp_min(0),
+        )
+
+    def _floors(self, problem: Problem) -> tuple[list[tuple[float, Tensor | slice]], Tensor]:
+        """Return (floor, members) for each floor in use, and whether each member's spectrum lies above its floor."""
+        A = problem.A
+        if self.floor is not None:
+            proven = problem.floor >= self.floor
+            return [(self.floor, slice(None))], proven | exceeds(A, torch.full_like(problem.floor, self.floor))
+        deepest = math.ceil(-math.log(problem.unit_roundoff, _RUNG))
+        rung = first_rung(A, deepest)
+        damped = torch.ceil(-torch.log(problem.floor) / math.log(_RUNG)).clamp(0, deepest + 1)
+        rung = torch.minimum(rung, damped.to(rung.dtype)).clamp_min(1)
+        covered = rung <= deepest
+        rung = rung.clamp(max=deepest)
+        return [
+            (_RUNG**-k, torch.nonzero(rung == k).flatten()) for k in torch.unique(rung).tolist()
+        ], covered
+
+
+def _target(problem: Problem, p: float, sign: int, floor: float) -> float:
+    """Return the absolute error of the series that is aimed at.
+
+    Without a tolerance, ``u`` times the largest value that the function takes; with one, the tolerance on
+    ``(1 + e)^p - 1``, e relative to the smallest value.
+    """
+    if problem.tol is None:
+        return problem.unit_roundoff * max(1.0, floor ** (sign / p))
+    return problem.tol / p * min(1.0, floor ** (sign / p))
+
+
+def _limit(problem: Problem) -> int:
+    return DEFAULT_MAX_DEGREE if problem.max_steps is None else problem.max_steps
+
+
+def exceeds(A: Tensor, floor: Tensor) -> Tensor:
+    """Return whether ``A - floor I`` has a Cholesky factor, ``(b,)``."""
+    return torch.linalg.cholesky_ex(add_to_diagonal(A.clone(), -floor)).info == 0
+
+
+def first_rung(A: Tensor, deepest: int) -> Tensor:
+    """Return the smallest k >= 1 with ``A > 4^-k I`` for each member, by bisection; ``deepest + 1`` where there is none."""
+    low = torch.zeros(A.shape[0], dtype=torch.int64, device=A.device)  # fails, or untried at 1
+    high = torch.full_like(low, deepest + 1)
+    for _ in range((deepest + 1).bit_length()):
+        middle = (low + high) // 2
+        holds = exceeds(A, torch.pow(torch.tensor(_RUNG, dtype=wide(A.device), device=A.device), -middle))
+        untried = high - low > 1
+        high = torch.where(untried & holds, middle, high)
+        low = torch.where(untried & ~holds, middle, low)
+    return high
+
+
+def clenshaw(A: Tensor, coefficients: Coefficients, floor: float, multiply: Product) -> Tensor:
+    """Return ``sum_k c_k T_k(t(A))`` for symmetric A with spectrum in [floor, 1]; ``len(c) - 2`` products."""
+    c = [float(value) for value in coefficients]
+    T = add_to_diagonal(A * (2.0 / (1.0 - floor)), -(1.0 + floor) / (1.0 - floor))
+    if len(c) == 1:
+        return add_to_diagonal(torch.zeros_like(T), c[0])
+    # b_d = c_d I and b_{d-1} = c_{d-1} I + 2 c_d T cost nothing
+    after = add_to_diagonal(torch.zeros_like(T), c[-1])
+    current = add_to_diagonal(T * (2.0 * c[-1] if len(c) > 2 else c[-1]), c[-2])
+    for k in range(len(c) - 3, -1, -1):
+        # c_0 + T b_1 - b_2 closes the recurrence: the last product is not doubled
+        after = _minus(multiply, T, current, after, 2.0 if k > 0 else 1.0)
+        current, after = add_to_diagonal(after, c[k]), current
+    return current
+
+
+def _minus(multiply: Product, T: Tensor, B: Tensor, C: Tensor, alpha: float) -> Tensor:
+    """Return ``alpha T B - C`` in C's memory where the product can be fused with the difference."""
+    if multiply.operand_dtype is None:
+        return C.baddbmm_(T, B, beta=-1, alpha=alpha)
+    return C.neg_().add_(multiply(T, B, torch.empty_like(B), alpha=alpha))
+
+
+_MAX_POINTS = 8192
+_U = np.finfo(np.float64).eps / 2
+
+
+@lru_cache(maxsize=256)
+def series(p: float, sign: int, floor: float) -> Coefficients:
+    """Return the Chebyshev coefficients of ``x^{sign/p}`` on [floor, 1], float64, by interpolation (DCT-II).
+
+    They fall like ``((1 + sqrt(f))/(1 - sqrt(f)))^-k`` (Trefethen, Approximation Theory, theorem 8.2): twice as many points
+    as bring them down to ``u/64`` are used, at most 8192. What is left below ``u/8`` of the largest value is rounding noise.
+    """
+    decay = 2.0 * math.atanh(math.sqrt(floor))
+    needed = 2.0 * math.log(64.0 / _U) / decay
+    points = int(min(max(32.0, needed), _MAX_POINTS))
+    angles = (np.arange(points) + 0.5) * (np.pi / points)
+    # x - floor = (1 - floor) cos^2(angle/2), free of cancellation at the lower end
+    x = floor + (1.0 - floor) * np.cos(angles / 2) ** 2
+    values = x ** (sign / p)
+    coefficients: Coefficients = dct(values, type=2) / points
+    coefficients[0] /= 2
+    coefficients[np.abs(coefficients) < _U / 8 * values.max()] = 0.0
+    coefficients.setflags(write=False)
+    return coefficients
+
+
+def tail(p: float, sign: int, floor: float, degree: int) -> float:
+    """Return ``sum_{k > degree} |c_k|``, a bound on the error of the truncated series."""
+    tails = _tails(p, sign, floor)
+    return float(tails[degree]) if degree < len(tails) else 0.0
+
+
+@lru_cache(maxsize=256)
+def _tails(p: float, sign: int, floor: float) -> Coefficients:
+    sizes = np.abs(series(p, sign, floor))
+    return np.append(np.cumsum(sizes[::-1])[::-1][1:], 0.0)
+
+
+def smallest_degree(p: float, sign: int, floor: float, target: float, limit: int) -> int:
+    """Return the smallest degree in 1..limit whose tail is at most ``target``, or ``limit``."""
+    reached = int(np.argmax(_tails(p, sign, floor) <= target))
+    return max(1, min(reached, limit))
+
+
+@lru_cache(maxsize=256)
+def relative_error(p: float, sign: int, floor: float, degree: int) -> float:
+    """Return the largest relative error of the truncated series on a grid dense at both ends of [floor, 1]."""
+    x = np.union1d(
+        np.geomspace(floor, 1.0, 2000),
+        floor + (1.0 - floor) * np.cos(np.linspace(0.0, np.pi / 2, 4 * degree + 1)) ** 2,
+    ).clip(floor, 1.0)
+    t = (2.0 * x - 1.0 - floor) / (1.0 - floor)
+    value = np.polynomial.chebyshev.chebval(t, series(p, sign, floor)[: degree + 1])
+    return float(np.abs(value * x ** (-sign / p) - 1.0).max())
