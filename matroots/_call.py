@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from matroots._arguments import absolute_damping, check_count, check_matrices, check_number
-
 from matroots._certificate import certify as certify_root
 from matroots._exponent import Exponent, parse_exponent
 from matroots._prepare import EMPTY_ROW, Prepared, prepare, prove_definite, rescaled
-from matroots._products import HALF_DTYPES, Product, full_precision, symmetric_part, wide
+from matroots._products import HALF_DTYPES, Product, full_precision, unit_roundoff, wide
 from matroots._result import InvRoot, RootError, RootWarning, Status, advise, member_name
-from matroots.scaling import SCALINGS, MultiPower, Scaling
+from matroots.scaling import SCALINGS, Scaling
 from matroots.scaling.bounds import guarded
 from matroots.solvers import EVD, SOLVERS, Problem, Solution, Solver
 from matroots.solvers._problem import Want
@@ -66,7 +65,7 @@ class Options:
 
 def inv_root_ex(
     A: Tensor,
-    p: float,
+    p: float | Fraction,
     *,
     method: str | Solver = "auto",
     scaling: str | Scaling | None = None,
@@ -140,7 +139,7 @@ def inv_root_ex(
 
 def inv_root(
     A: Tensor,
-    p: float,
+    p: float | Fraction,
     *,
     method: str | Solver = "auto",
     scaling: str | Scaling | None = None,
@@ -185,7 +184,7 @@ def inv_root(
     return result.root
 
 
-def root(A: Tensor, p: float, **keywords: Unpack[Keywords]) -> Tensor:
+def root(A: Tensor, p: float | Fraction, **keywords: Unpack[Keywords]) -> Tensor:
     """Return ``(A + eps I)^{1/p}`` of each member of a batch: a tensor like A, symmetric.
 
     A may be singular: rows that are exactly zero stay zero, and "evd" takes any positive semidefinite A. "ndb" has this
@@ -201,7 +200,7 @@ def root(A: Tensor, p: float, **keywords: Unpack[Keywords]) -> Tensor:
     return result.root
 
 
-def root_pair(A: Tensor, p: float, **keywords: Unpack[Keywords]) -> tuple[Tensor, Tensor]:
+def root_pair(A: Tensor, p: float | Fraction, **keywords: Unpack[Keywords]) -> tuple[Tensor, Tensor]:
     """Return ``(A + eps I)^{1/p}`` and ``(A + eps I)^{-1/p}`` of each member of a batch, from one solve.
 
     Keywords, errors and warnings are those of :func:`root`; A must be positive definite.
@@ -214,9 +213,7 @@ def root_pair(A: Tensor, p: float, **keywords: Unpack[Keywords]) -> tuple[Tensor
     return root_side, result.root
 
 
-def _solve_or_raise(
-    want: Want, A: Tensor, p: float, keywords: Keywords
-) -> tuple[InvRoot, Tensor]:
+def _solve_or_raise(want: Want, A: Tensor, p: float | Fraction, keywords: Keywords) -> tuple[InvRoot, Tensor]:
     """Return the result (whose ``root`` is the inverse one for a pair) and ``A^{1/p}``, both differentiation-safe."""
     unknown = sorted(set(keywords) - set(Keywords.__annotations__))
     if unknown:
@@ -232,7 +229,7 @@ def _solve_or_raise(
 
 def _options(
     A: Tensor,
-    p: float,
+    p: float | Fraction,
     *,
     method: str | Solver = "auto",
     scaling: str | Scaling | None = None,
@@ -268,9 +265,7 @@ def _options(
         max_batch=max_batch,
         generator=generator,
         matmul_dtype=_matmul_dtype(matmul_dtype, solver),
-        compute_dtype=torch.float64
-        if A.dtype == torch.float64 and matmul_dtype is None
-        else torch.float32,
+        compute_dtype=torch.float64 if A.dtype == torch.float64 and matmul_dtype is None else torch.float32,
     )
 
 
@@ -313,7 +308,8 @@ def _solve(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor]:
     fields = [_joined([getattr(part, name) for part in parts]) for name in _FIELDS]
     other = _joined([part.other for part in parts])
     shaped = [field.reshape((*batch, *field.shape[1:])) for field in fields]
-    return InvRoot(*shaped, certificate=None), other.reshape((*batch, n, n))
+    result = InvRoot._make([*shaped, None])
+    return result, other.reshape((*batch, n, n))
 
 
 @dataclass(frozen=True)
@@ -380,7 +376,7 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     solver = options.solver
     scale = torch.ones_like(prepared.bound)
     if solver.needs_definite:
-        prepared = prove_definite(prepared, torch.finfo(A.dtype).eps / 2, want != "root")
+        prepared = prove_definite(prepared, unit_roundoff(A.dtype), want != "root")
         scale = _scale(prepared, options)
     solution = solver.solve(
         Problem(
@@ -395,9 +391,7 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
             multiply=Product(options.matmul_dtype),
         )
     )
-    status = torch.where(
-        prepared.status == int(Status.CONVERGED), solution.status, prepared.status
-    )
+    status = torch.where(prepared.status == int(Status.CONVERGED), solution.status, prepared.status)
     roots = [
         _returned(root, scale, prepared, options.p, sign, A.dtype)
         for sign, root in ((-1, solution.inverse), (1, solution.root))
@@ -448,9 +442,7 @@ def _returned(
     return result.to(dtype)
 
 
-def _in_units_of_input(
-    prepared: Prepared, solution: Solution, scale: Tensor
-) -> dict[str, Tensor]:
+def _in_units_of_input(prepared: Prepared, solution: Solution, scale: Tensor) -> dict[str, Tensor]:
     """Return scale, bound and damping as the user measures them; NaN where the input has none."""
     meaningless = (prepared.status == int(Status.NONFINITE_INPUT)) | ~prepared.symmetric
     found = scale if solution.scale is None else scale * solution.scale
@@ -465,7 +457,7 @@ def _with_certificate(A: Tensor, result: InvRoot, options: Options, keep: bool) 
     """Certify the roots against the damping that was used; hold "auto" to its tolerance on the certified error."""
     certificate = certify_root(A, result.root, options.p, damping=result.damping)
     status = result.status
-    if options.tol != options.solver_tol:
+    if options.tol is not None and options.solver_tol is None:
         missed = (status == int(Status.CONVERGED)) & ~(certificate.relative_error <= options.tol)
         status = torch.where(missed, int(Status.STAGNATED), status).to(torch.int32)
     return result._replace(status=status, certificate=certificate if keep else None)
@@ -483,7 +475,9 @@ def _raise_or_warn(result: InvRoot, p: float) -> None:
         raise RootError(f"no usable root for {text}", result.status)
     late = [kind for kind in kinds if kind != Status.CONVERGED]
     if late:
-        advice = (_sentence(kind, members[kind], batch, advise(result, members[kind], kind, p)) for kind in late)
+        advice = (
+            _sentence(kind, members[kind], batch, advise(result, members[kind], kind, p)) for kind in late
+        )
         warnings.warn("root less accurate than asked for: " + "; ".join(advice), RootWarning, stacklevel=3)
 
 
@@ -511,4 +505,5 @@ class _Undifferentiable(torch.autograd.Function):
 def _undifferentiable(A: Tensor, root: Tensor) -> Tensor:
     if not (A.requires_grad and torch.is_grad_enabled()):
         return root
-    return cast(Tensor, _Undifferentiable.apply(A, root))
+    apply: Callable[[Tensor, Tensor], Tensor] = _Undifferentiable.apply
+    return apply(A, root)

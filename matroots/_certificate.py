@@ -24,13 +24,14 @@ from torch import Tensor
 from matroots._arguments import absolute_damping, check_matrices, check_number
 from matroots._exponent import addition_chain, parse_exponent
 from matroots._prepare import asymmetry_tolerance, lambda_bound, rescaled, with_identity
-from matroots._products import add_to_diagonal, frobenius, full_precision, symmetric_part, wide
+from matroots._products import add_to_diagonal, frobenius, full_precision, symmetric_part, unit_roundoff, wide
+from matroots._result import LinAlgError
 from matroots.scaling.bounds import norm_bound
 from matroots.scaling.multi_power import rayleigh, start_vectors
 from matroots.solvers.evd import eigh_with_ladder
 
 Kind = Literal["residual", "reference", "estimate"]
-U = torch.finfo(torch.float64).eps / 2
+U = unit_roundoff(torch.float64)
 LARGEST_POWER = 64  # p = a/b: X^a is formed (its square root is)
 FAILURE = 1e-9  # of each of the two probabilistic bounds behind kind="estimate"
 _PROBES, _PROBE_STEPS = 16, 4
@@ -58,7 +59,7 @@ class Certificate(NamedTuple):
 def certify(
     A: Tensor,
     X: Tensor,
-    p: float,
+    p: float | Fraction,
     *,
     damping: float | Tensor = 0.0,
     rel_damping: float = 0.0,
@@ -73,8 +74,9 @@ def certify(
             call would accept (see :func:`inv_root_ex`) makes the member invalid.
         X: ``(*, n, n)``, like A in shape and device, any floating dtype. The norm of its antisymmetric part is added.
         p: a rational >= 1 with numerator at most 64: ``int``, ``Fraction``, or a ``float`` such as 2.5 or 8/3.
-        damping, rel_damping: as for :func:`inv_root_ex`, ``eps = damping + rel_damping * lambda_bound(A)``. Pass the
-            ``damping`` of an :class:`InvRoot` to certify against what was really solved.
+        damping: absolute, as for :func:`inv_root_ex`. Pass the ``damping`` of an :class:`InvRoot` to certify against what
+            was really solved.
+        rel_damping: relative to :func:`lambda_bound` of A; ``eps = damping + rel_damping * lambda_bound(A)``.
         kind: ``"residual"`` costs 5 products for p = 2, 6 for 4, two eigenvalue decompositions (values only) and a
             Cholesky factor, all in fp64. ``"reference"`` solves again by fp64 eigendecomposition, certifies that and adds
             the distance to X: within a few per cent of the truth, about twice as dear. ``"estimate"`` costs O(n^2): the
@@ -114,21 +116,23 @@ def certify(
     with full_precision(device):
         if A.numel():
             flat, other = (M.detach().to(device).reshape(b, n, n) for M in (A, X))
-            certificate = _certified(_normalised(flat, other, eps.to(device), fraction), fraction, kind, generator)
+            certificate = _certified(
+                _normalised(flat, other, eps.to(device), fraction), fraction, kind, generator
+            )
         else:
             certificate = _vacuous(b, device)
     certificate = _settled(certificate, slack)
     return Certificate(
         *(
-            field.reshape(A.shape[:-2]).to(A.device, wide(A.device) if field.is_floating_point() else field.dtype)
+            field.reshape(A.shape[:-2]).to(
+                A.device, wide(A.device) if field.is_floating_point() else field.dtype
+            )
             for field in certificate
         )
     )
 
 
-def _certified(
-    pair: _Pair, p: Fraction, kind: Kind, generator: torch.Generator | None
-) -> Certificate:
+def _certified(pair: _Pair, p: Fraction, kind: Kind, generator: torch.Generator | None) -> Certificate:
     if kind == "residual":
         certificate = _residual(pair, p)
     elif kind == "reference":
@@ -192,7 +196,7 @@ def _total_damping(A: Tensor, damping: float | Tensor, rel_damping: float) -> Te
 
 def _normalised(A: Tensor, X: Tensor, eps: Tensor, p: Fraction) -> _Pair:
     """Bring both to moderate size: A by ``2^{-a t}``, X by ``2^{b t}``, which leaves ``A^b X^a`` as it is, exactly."""
-    n, (a, b) = A.shape[-1], p.as_integer_ratio()
+    a, b = p.as_integer_ratio()
     tolerance = asymmetry_tolerance(A)
     A, X = A.to(torch.float64), X.to(torch.float64)
     largest = torch.maximum(A.abs().amax((-2, -1)), eps)
@@ -352,16 +356,17 @@ def spectrum(S: Tensor) -> Tensor:
     safe = with_identity(S.clone(), broken)
     try:
         eigenvalues = torch.linalg.eigvalsh(safe)
-    except torch.linalg.LinAlgError:
+    except LinAlgError:
         eigenvalues = torch.stack([_spectrum_or_nan(member) for member in safe])
-    return eigenvalues.masked_fill(broken.unsqueeze(-1), torch.nan)
+    return torch.where(broken.unsqueeze(-1), torch.nan, eigenvalues)
 
 
 def _spectrum_or_nan(S: Tensor) -> Tensor:
     try:
-        return torch.linalg.eigvalsh(S)
-    except torch.linalg.LinAlgError:
-        return torch.full_like(S[0], torch.nan)
+        eigenvalues: Tensor = torch.linalg.eigvalsh(S)
+    except LinAlgError:
+        eigenvalues = torch.full_like(S[0], torch.nan)
+    return eigenvalues
 
 
 def norm_from_below(X: Tensor) -> Tensor:

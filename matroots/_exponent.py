@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from numbers import Rational, Real
 
 Exponent = Fraction | float
@@ -23,7 +23,7 @@ def parse_exponent(p: object) -> Exponent:
     if not math.isfinite(float(p)) or p < 1:
         raise ValueError(f"p: expected a finite number >= 1, got {p}")
     if isinstance(p, Rational):
-        return Fraction(p.numerator, p.denominator)
+        return Fraction(int(p.numerator), int(p.denominator))
     value = float(p)
     return Fraction(int(value)) if value.is_integer() else value
 
@@ -33,7 +33,7 @@ def as_integer(p: Exponent) -> int | None:
     return p.numerator if isinstance(p, Fraction) and p.denominator == 1 else None
 
 
-@lru_cache(maxsize=None)
+@cache
 def addition_chain(power: int) -> tuple[tuple[int, int], ...]:
     """Return a shortest way to build ``x^power`` from x by products of powers already at hand.
 
@@ -52,9 +52,7 @@ def addition_chain(power: int) -> tuple[tuple[int, int], ...]:
     return chain
 
 
-def _search(
-    powers: tuple[int, ...], power: int, links: int
-) -> tuple[tuple[int, int], ...] | None:
+def _search(powers: tuple[int, ...], power: int, links: int) -> tuple[tuple[int, int], ...] | None:
     """Depth-first search for a star chain from ``powers`` to ``power`` with at most ``links`` links."""
     newest = len(powers) - 1
     if powers[-1] == power:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from matroots._arguments import check_matrices
-from matroots._products import HALF_DTYPES, add_to_diagonal, frobenius, symmetric_part, wide
+from matroots._products import HALF_DTYPES, add_to_diagonal, frobenius, symmetric_part, unit_roundoff, wide
 from matroots._result import Status
 from matroots.scaling.bounds import norm_bound
 
@@ -63,7 +63,7 @@ def prepare(A: Tensor, damping: Tensor, rel_damping: float, dtype: torch.dtype) 
     bound = norm_bound(S)
     eps = torch.where(finite, rescaled(damping, -exponent), 0.0) + rel_damping * bound
     zero_rows = (S.abs().amax(-1) == 0) & (eps == 0).unsqueeze(-1)
-    noise = rounding_tolerance(A, torch.finfo(dtype).eps / 2) * (bound + eps)
+    noise = rounding_tolerance(A, unit_roundoff(dtype)) * (bound + eps)
     return Prepared(add_to_diagonal(S, eps), exponent, bound, eps, noise, status, symmetric, zero_rows)
 
 
@@ -93,16 +93,14 @@ def prove_definite(prepared: Prepared, u_input: float, singular_fails: bool) -> 
     )
 
 
-def _shift(
-    A: Tensor, failed: Tensor, prepared: Prepared, u_input: float
-) -> tuple[Tensor, Tensor]:
+def _shift(A: Tensor, failed: Tensor, prepared: Prepared, u_input: float) -> tuple[Tensor, Tensor]:
     """Return the shift of each failed member, and whether none was enough."""
-    u = torch.finfo(A.dtype).eps / 2
+    u = unit_roundoff(A.dtype)
     finest = A.shape[-1] * u * (prepared.bound + prepared.damping)
     shift = torch.zeros_like(finest)
     rungs = [fraction * finest for fraction in (1 / 8, 1 / 2)]
     while u_input > 4 * u:  # half-precision input: its rounding is coarser than that of the computation
-        rungs.append(torch.minimum(finest * (4 * u / (torch.finfo(A.dtype).eps / 2)), prepared.noise))
+        rungs.append(torch.minimum(finest * (4 * u / unit_roundoff(A.dtype)), prepared.noise))
         u *= 4
     for rung in (*rungs, prepared.noise * 1.125):
         trial = torch.where(failed, rung, 0.0)
@@ -129,14 +127,14 @@ def with_identity(A: Tensor, members: Tensor) -> Tensor:
 
 def asymmetry_tolerance(A: Tensor) -> float:
     """Return how large ``||A - A^T||_F / (2 ||A||_F)`` may be: ``8 sqrt(n) u``, at most ``sqrt(u)``, u of A's dtype."""
-    u = torch.finfo(A.dtype).eps / 2
-    return min(8.0 * A.shape[-1] ** 0.5 * u, u**0.5)
+    u = unit_roundoff(A.dtype)
+    return float(min(8.0 * A.shape[-1] ** 0.5 * u, u**0.5))
 
 
 def rounding_tolerance(A: Tensor, u: float) -> float:
     """Return the n u of the rule on negative eigenvalues; u at least that of A's dtype, and at most ``sqrt(u)`` in all."""
-    u = max(u, torch.finfo(A.dtype).eps / 2)
-    return min(A.shape[-1] * u, u**0.5)
+    u = max(u, unit_roundoff(A.dtype))
+    return float(min(A.shape[-1] * u, u**0.5))
 
 
 def lambda_bound(A: Tensor) -> Tensor:

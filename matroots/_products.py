@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.backends.mkldnn import MkldnnModule
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -28,8 +29,10 @@ class Product:
         """Write ``alpha * A @ B`` (each ``(b, n, n)``) into ``out``, which is neither A nor B."""
         if self.operand_dtype is None:
             if alpha == 1.0:
-                return torch.bmm(A, B, out=out)
-            return out.baddbmm_(A, B, beta=0, alpha=alpha)
+                torch.bmm(A, B, out=out)
+            else:
+                torch.baddbmm(out, A, B, beta=0, alpha=alpha, out=out)
+            return out
         A_low, B_low = A.to(self.operand_dtype), B.to(self.operand_dtype)
         if A.is_cuda:
             torch.bmm(A_low, B_low, out_dtype=torch.float32, out=out)
@@ -52,7 +55,13 @@ def symmetric_part(A: Tensor) -> Tensor:
 
 def frobenius(A: Tensor) -> Tensor:
     """Return the Frobenius norm of each member, in float64 where the device has it, else float32."""
-    return torch.linalg.vector_norm(A, dim=(-2, -1)).to(wide(A.device))
+    norm: Tensor = torch.linalg.vector_norm(A, dim=(-2, -1))
+    return norm.to(wide(A.device))
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Return u: half the spacing of the numbers of a dtype at 1."""
+    return float(torch.finfo(dtype).eps) / 2
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -86,7 +95,7 @@ class _Float32AsWritten:
                 _CUDA.fp32_precision, _CPU.fp32_precision = self._saved
 
 
-_CUDA, _CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+_CUDA, _CPU = torch.backends.cuda.matmul, MkldnnModule.matmul
 _float32_as_written = _Float32AsWritten()
 
 

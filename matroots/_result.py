@@ -12,6 +12,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from matroots._certificate import Certificate
 
+    LinAlgError = RuntimeError  # its base class: torch exports the name without a type
+else:
+    from torch.linalg import LinAlgError
+
 _ROWS_SHOWN = 32
 
 
@@ -47,8 +51,7 @@ _ADVICE = {
         "stopped at the precision limit, above the tolerance: use a wider dtype, more damping or a larger tol"
     ),
     Status.DIVERGED: (
-        "the iteration or the eigendecomposition broke down: use more damping, a wider dtype or"
-        ' method="evd"'
+        'the iteration or the eigendecomposition broke down: use more damping, a wider dtype or method="evd"'
     ),
     Status.NONFINITE_INPUT: "the input has a NaN or an infinity: find out where it came from",
     Status.INDEFINITE: (
@@ -62,7 +65,7 @@ _ADVICE = {
 }
 
 
-class RootError(torch.linalg.LinAlgError):
+class RootError(LinAlgError):
     """Raised by :func:`matroots.inv_root` when members of the batch have no usable root.
 
     ``status`` holds the status of every member (int32, the batch shape).
@@ -174,6 +177,8 @@ def advise(result: InvRoot, members: list[int], status: Status, p: float | None 
     condition = float(spectrum.max() / spectrum.min().clamp_min(torch.finfo(torch.float64).tiny))
     name = member_name(worst, tuple(result.status.shape))
     if p is None:
-        return f"{status.advice}; the condition number of root {name} is {condition:.1e}, A's is its p-th power"
+        return (
+            f"{status.advice}; the condition number of root {name} is {condition:.1e}, A's is its p-th power"
+        )
     estimate = p * math.log10(condition)
     return f"{status.advice}; the estimated condition number of member {name} is 1e{estimate:.1f} or more"

@@ -1,4 +1,4 @@
-"""Proven upper bounds on the largest eigenvalue, and how they guard an estimate (DESIGN 4.5).
+"""Proven upper bounds on the largest eigenvalue, and how they guard an estimate.
 
 For symmetric A: ``lambda_max <= ||A||_2 <= min(||A||_F, ||A||_inf)``, and for any even power the same applied to
 it, ``||A||_2 = ||A^2||_2^{1/2} <= ||A^2||_F^{1/2}``, which is at most ``n^{1/4}`` too large. The trace of a positive
@@ -23,7 +23,7 @@ def norm_bound(A: Tensor) -> Tensor:
     """Return ``min(||A||_F, ||A||_inf) (1 + 2 n u)`` of symmetric ``(b, n, n)``, O(n^2); shape ``(b,)``."""
     if A.shape[-1] == 0:
         return A.new_zeros(A.shape[0], dtype=wide(A.device))
-    row_sums = A.abs().sum(-1, dtype=wide(A.device)).amax(-1)
+    row_sums = A.abs().sum(-1).amax(-1).to(wide(A.device))
     return torch.minimum(frobenius(A), row_sums) * inflation(A)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from matroots._products import HALF_DTYPES, wide
 
 MAX_VECTORS = 32
-_RENORMALISE_EVERY = 4  # ||A||_2 <= 1 here: a vector shrinks by at most n^{-1/2} a step, which float32 bears for 4
+_RENORMALISE_EVERY = 4  # entries are at most 1: ||A||^4 <= n^4, which float32 bears
 
 
 @dataclass(frozen=True)
@@ -84,5 +84,5 @@ def rayleigh(A: Tensor, V: Tensor, steps: int, dtype: torch.dtype | None = None)
             W /= torch.linalg.vector_norm(W, dim=-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
         W = torch.bmm(W if dtype is None else W.to(dtype).to(W.dtype), low)
     W /= torch.linalg.vector_norm(W, dim=-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
-    quotients = (torch.bmm(W, A) * W).sum(-1, dtype=wide(A.device))
-    return quotients.amax(-1).clamp_min(0.0)
+    quotients = (torch.bmm(W, A) * W).sum(-1)
+    return quotients.amax(-1).clamp_min(0.0).to(wide(A.device))

@@ -95,9 +95,7 @@ def iterate(
     return _adaptive(iterates, members, max_steps, 2 * limit if tol is None else tol, returned)
 
 
-def _fixed(
-    iterates: Iterates, steps: int, tol: float, returned: Callable[[Tensor], Tensor]
-) -> Outcome:
+def _fixed(iterates: Iterates, steps: int, tol: float, returned: Callable[[Tensor], Tensor]) -> Outcome:
     """Take ``steps`` steps with every member: no test and no synchronisation inside."""
     residuals = []
     for step in range(steps):
@@ -173,9 +171,7 @@ def _index(members: list[int], like: Tensor) -> Tensor:
     return torch.tensor(members, dtype=torch.int64, device=like.device)
 
 
-def _verdict(
-    rho: Tensor, best: Tensor, final: Tensor, tol: float, last: bool
-) -> tuple[Tensor, Tensor]:
+def _verdict(rho: Tensor, best: Tensor, final: Tensor, tol: float, last: bool) -> tuple[Tensor, Tensor]:
     """Return the status each member stops with (`_GO_ON`: it does not), and whether its residual rose.
 
     Inside the region of quadratic convergence (below 1/2) a step that does not even halve the residual has met

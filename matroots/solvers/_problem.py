@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from matroots._exponent import Exponent
-from matroots._products import Product
+from matroots._products import Product, unit_roundoff
 
 Want = Literal["inverse", "root", "pair"]
 """``A^{-1/p}``, ``A^{1/p}``, or both."""
@@ -49,13 +48,13 @@ class Problem:
 
     @property
     def unit_roundoff(self) -> float:
-        """Unit roundoff of the products: half the spacing of the operand dtype at 1."""
-        return torch.finfo(self.multiply.operand_dtype or self.A.dtype).eps / 2
+        """Unit roundoff of the products' operands."""
+        return unit_roundoff(self.multiply.operand_dtype or self.A.dtype)
 
     @property
     def precision_limit(self) -> float:
         """``2 sqrt(n) u``: what rounding alone leaves of a Frobenius residual."""
-        return 2.0 * self.A.shape[-1] ** 0.5 * self.unit_roundoff
+        return float(2.0 * self.A.shape[-1] ** 0.5 * self.unit_roundoff)
 
 
 @dataclass(frozen=True)
@@ -98,10 +97,10 @@ class Solver(Protocol):
         ...
 
 
-def refuse_fixed(
-    option: str, value: object, tol: float | None, max_steps: int | None, solver: str
-) -> None:
+def refuse_fixed(option: str, value: object, tol: float | None, max_steps: int | None, solver: str) -> None:
     """Raise ``ValueError`` when ``tol`` or ``max_steps`` is given next to an option that fixes the work."""
     for keyword, given in (("tol", tol), ("max_steps", max_steps)):
         if given is not None and value is not None:
-            raise ValueError(f"{keyword}: contradicts {solver}({option}={value}), which fixes the work; drop one")
+            raise ValueError(
+                f"{keyword}: contradicts {solver}({option}={value}), which fixes the work; drop one"
+            )

@@ -73,7 +73,7 @@ class Chebyshev:
             part = A[members]
             for sign, root in roots.items():
                 target = _target(problem, p, sign, floor)
-                degree = self.degree or smallest_degree(p, sign, floor, target, _limit(problem))
+                degree: int = self.degree or smallest_degree(p, sign, floor, target, _limit(problem))
                 root[members] = clenshaw(part, series(p, sign, floor)[: degree + 1], floor, problem.multiply)
                 error[members] = error[members].clamp_min(relative_error(p, sign, floor, degree))
                 degrees[members] += degree
@@ -99,16 +99,16 @@ class Chebyshev:
         A = problem.A
         if self.floor is not None:
             proven = problem.floor >= self.floor
-            return [(self.floor, slice(None))], proven | exceeds(A, torch.full_like(problem.floor, self.floor))
+            return [(self.floor, slice(None))], proven | exceeds(
+                A, torch.full_like(problem.floor, self.floor)
+            )
         deepest = math.ceil(-math.log(problem.unit_roundoff, _RUNG))
         rung = first_rung(A, deepest)
         damped = torch.ceil(-torch.log(problem.floor) / math.log(_RUNG)).clamp(0, deepest + 1)
         rung = torch.minimum(rung, damped.to(rung.dtype)).clamp_min(1)
         covered = rung <= deepest
         rung = rung.clamp(max=deepest)
-        return [
-            (_RUNG**-k, torch.nonzero(rung == k).flatten()) for k in torch.unique(rung).tolist()
-        ], covered
+        return [(_RUNG**-k, torch.nonzero(rung == k).flatten()) for k in torch.unique(rung).tolist()], covered
 
 
 def _target(problem: Problem, p: float, sign: int, floor: float) -> float:
@@ -118,8 +118,8 @@ def _target(problem: Problem, p: float, sign: int, floor: float) -> float:
     ``(1 + e)^p - 1``, e relative to the smallest value.
     """
     if problem.tol is None:
-        return problem.unit_roundoff * max(1.0, floor ** (sign / p))
-    return problem.tol / p * min(1.0, floor ** (sign / p))
+        return problem.unit_roundoff * max(1.0, math.pow(floor, sign / p))
+    return problem.tol / p * min(1.0, math.pow(floor, sign / p))
 
 
 def _limit(problem: Problem) -> int:
@@ -128,7 +128,8 @@ def _limit(problem: Problem) -> int:
 
 def exceeds(A: Tensor, floor: Tensor) -> Tensor:
     """Return whether ``A - floor I`` has a Cholesky factor, ``(b,)``."""
-    return torch.linalg.cholesky_ex(add_to_diagonal(A.clone(), -floor)).info == 0
+    info: Tensor = torch.linalg.cholesky_ex(add_to_diagonal(A.clone(), -floor)).info
+    return info == 0
 
 
 def first_rung(A: Tensor, deepest: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from matroots._exponent import Exponent
-from matroots._products import add_to_diagonal, wide
+from matroots._products import add_to_diagonal, unit_roundoff, wide
 from matroots._result import Status
 from matroots.solvers._problem import Problem, Solution
 
@@ -73,7 +73,7 @@ class EVD:
         eigenvalues, Q, jitter, decomposed = eigh_with_ladder(A.to(dtype))
         eigenvalues = eigenvalues.to(wide(A.device))
         top = eigenvalues.abs().amax(-1)
-        kept, shift, status = self._treat(eigenvalues, problem, torch.finfo(dtype).eps / 2)
+        kept, shift, status = self._treat(eigenvalues, problem, unit_roundoff(dtype))
         status = torch.where(decomposed, status, int(Status.DIVERGED)).to(torch.int32)
         power = 1.0 / float(problem.p)
         used = kept > 0
@@ -96,9 +96,7 @@ class EVD:
             shift=shift + jitter,
         )
 
-    def _treat(
-        self, eigenvalues: Tensor, problem: Problem, u: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _treat(self, eigenvalues: Tensor, problem: Problem, u: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return the eigenvalues that the power is taken of, the shift that made them, and the status.
 
         The eigenvalues are those of the damped matrix: eps is in them already. A 0 among those returned stays 0 in
@@ -138,9 +136,7 @@ class EVD:
         shift = torch.where(smallest <= 0, problem.noise / 8 - smallest, 0.0)
         return (eigenvalues + shift.unsqueeze(-1)).clamp_min(0.0), shift, status
 
-    def _pseudo(
-        self, eigenvalues: Tensor, problem: Problem, u: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _pseudo(self, eigenvalues: Tensor, problem: Problem, u: float) -> tuple[Tensor, Tensor, Tensor]:
         n = eigenvalues.shape[-1]
         eps = problem.damping.unsqueeze(-1)
         undamped = eigenvalues - eps
@@ -180,7 +176,7 @@ def eigh_with_ladder(A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _climb(A: Tensor) -> tuple[Tensor, Tensor, float] | None:
     """Return eigenvalues, eigenvectors and shift from the first rung that holds, or None."""
-    shift = A.shape[-1] * torch.finfo(A.dtype).eps / 2 * float(A.abs().amax())
+    shift = A.shape[-1] * unit_roundoff(A.dtype) * float(A.abs().amax())
     precise = A.to(wide(A.device))
     shifted = add_to_diagonal(precise.clone().unsqueeze(0), shift)[0]
     for matrix, jitter in (

@@ -1,5 +1,6 @@
-"""Newton-Denman-Beavers iteration for p = 2, 4, 8, ... (product form: Higham, Functions of Matrices, section 6.3; DASH,
-arXiv:2602.02016; DESIGN 4.1).
+"""Newton-Denman-Beavers iteration for p = 2, 4, 8, ..., in product form.
+
+Higham, Functions of Matrices (2008), section 6.3, and DASH, arXiv:2602.02016.
 
 ``Y_0 = A, Z_0 = I``; then, with ``E = (3 I - Z Y)/2``, ``Y <- Y E`` tends to ``A^{1/2}`` and ``Z <- E Z`` to ``A^{-1/2}`` for spectra in
 (0, 3). The order of the factors matters: ``Z E`` in place of ``E Z`` diverges. The root of order ``2^k`` is k square roots in
@@ -61,9 +62,7 @@ class NewtonDB:
         A, outcomes = problem.A, []
         for stage in range(stages):
             want: Want = problem.want if stage == stages - 1 else "root"
-            outcome = iterate(
-                SquareRootIterates(A, want, problem.multiply), problem, self.steps, 2, tol
-            )
+            outcome = iterate(SquareRootIterates(A, want, problem.multiply), problem, self.steps, 2, tol)
             outcomes.append(outcome)
             A = symmetric_part(outcome.roots[0])
         return _combined(outcomes, problem)
