@@ -7,12 +7,15 @@ from numbers import Real
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses import FakeTensor
+from torch.autograd.forward_ad import unpack_dual
 
 from matroots._products import HALF_DTYPES, wide
 
 
 def check_matrices(A: object, name: str) -> None:
-    """Raise unless ``A`` is a real floating-point tensor ``(*, n, n)`` with values (no meta tensor)."""
+    """Raise unless ``A`` is a real floating-point tensor ``(*, n, n)`` with values, outside torch's transforms."""
     if not isinstance(A, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(A).__name__}")
     if A.dtype not in (*HALF_DTYPES, torch.float32, torch.float64):
@@ -25,6 +28,13 @@ def check_matrices(A: object, name: str) -> None:
         raise ValueError(f"{name}: expected (*, n, n), got {tuple(A.shape)}")
     if A.device.type == "meta":
         raise ValueError(f"{name}: expected values, got a meta tensor, which has none")
+    if isinstance(A, FakeTensor):
+        raise NotImplementedError(f"{name}: fake tensors (torch.export) are not supported yet")
+    if is_functorch_wrapped_tensor(A) or unpack_dual(A).tangent is not None:
+        raise NotImplementedError(
+            f"{name}: torch.func transforms and forward-mode derivatives are not supported yet; a batch needs no vmap:"
+            " pass (*, n, n)"
+        )
 
 
 def check_number(name: str, value: object, *, positive: bool = False) -> float:

@@ -134,7 +134,11 @@ class EVD:
         if problem.want == "root":
             return eigenvalues.clamp_min(0.0), torch.zeros_like(smallest), status
         shift = torch.where(smallest <= 0, problem.noise / 8 - smallest, 0.0)
-        return (eigenvalues + shift.unsqueeze(-1)).clamp_min(0.0), shift, status
+        kept = eigenvalues + shift.unsqueeze(-1)
+        # an eigenvalue just below eps belongs to one of A that rounding has made negative
+        eps, noise = problem.damping.unsqueeze(-1), problem.noise.unsqueeze(-1)
+        kept = torch.where((kept < eps) & (kept >= eps - noise), eps, kept)
+        return kept.clamp_min(0.0), shift, status
 
     def _pseudo(self, eigenvalues: Tensor, problem: Problem, u: float) -> tuple[Tensor, Tensor, Tensor]:
         n = eigenvalues.shape[-1]
