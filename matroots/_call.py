@@ -2,65 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from matroots._arguments import absolute_damping, check_count, check_matrices, check_number
+from matroots._arguments import check_matrices
 from matroots._certificate import certify as certify_root
-from matroots._exponent import Exponent, parse_exponent
-from matroots._prepare import EMPTY_ROW, Prepared, prepare, prove_definite, rescaled
-from matroots._products import HALF_DTYPES, Product, full_precision, unit_roundoff, wide
+from matroots._options import Keywords, Options, resolve_options
 from matroots._result import InvRoot, RootError, RootWarning, Status, advise, member_name
-from matroots.scaling import SCALINGS, Scaling
-from matroots.scaling.bounds import guarded
-from matroots.solvers import EVD, SOLVERS, Problem, Solution, Solver
+from matroots._solve import solve
+from matroots.scaling import Scaling
+from matroots.solvers import Solver
 from matroots.solvers._problem import Want
-from matroots.solvers.evd import LAPACK_LIMIT
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _NAMES_SHOWN = 8
-
-
-class Keywords(TypedDict, total=False):
-    """The keywords that all calls share; see :func:`inv_root_ex`."""
-
-    method: str | Solver
-    scaling: str | Scaling | None
-    damping: float | Tensor
-    rel_damping: float
-    tol: float | None
-    max_steps: int | None
-    matmul_dtype: torch.dtype | None
-    max_batch: int | None
-    generator: torch.Generator | None
-
-
-@dataclass(frozen=True)
-class Options:
-    """The keywords of a call, checked and resolved."""
-
-    p: Exponent
-    solver: Solver
-    scaling: Scaling
-    damping: Tensor
-    rel_damping: float
-    tol: float | None
-    solver_tol: float | None
-    max_steps: int | None
-    matmul_dtype: torch.dtype | None
-    max_batch: int | None
-    generator: torch.Generator | None
-    compute_dtype: torch.dtype
 
 
 def inv_root_ex(
@@ -118,7 +80,7 @@ def inv_root_ex(
     tensor([0.5000, 0.3333], dtype=torch.float64)
     """
     check_matrices(A, "A")
-    options = _options(
+    options = resolve_options(
         A,
         p,
         method=method,
@@ -131,7 +93,7 @@ def inv_root_ex(
         max_batch=max_batch,
         generator=generator,
     )
-    result, _ = _solve(A, options, "inverse")
+    result, _ = solve(A, options, "inverse")
     if certify or options.tol != options.solver_tol:
         result = _with_certificate(A, result, options, certify)
     return result._replace(root=_undifferentiable(A, result.root))
@@ -219,238 +181,12 @@ def _solve_or_raise(want: Want, A: Tensor, p: float | Fraction, keywords: Keywor
     if unknown:
         raise TypeError(f"{unknown[0]}: no such keyword; expected some of {sorted(Keywords.__annotations__)}")
     check_matrices(A, "A")
-    options = _options(A, p, **keywords)
+    options = resolve_options(A, p, **keywords)
     if options.tol != options.solver_tol:
         raise ValueError('tol: method "auto" certifies inverse roots only; name a method, or drop tol')
-    result, other = _solve(A, options, want)
+    result, other = solve(A, options, want)
     _raise_or_warn(result, float(options.p))
     return result._replace(root=_undifferentiable(A, result.root)), _undifferentiable(A, other)
-
-
-def _options(
-    A: Tensor,
-    p: float | Fraction,
-    *,
-    method: str | Solver = "auto",
-    scaling: str | Scaling | None = None,
-    damping: float | Tensor = 0.0,
-    rel_damping: float = 0.0,
-    tol: float | None = None,
-    max_steps: int | None = None,
-    matmul_dtype: torch.dtype | None = None,
-    max_batch: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Options:
-    """Check every keyword against A and the method, and resolve names to instances."""
-    exponent = parse_exponent(p)
-    solver = _resolve("method", method, {**SOLVERS, "auto": EVD}, "solve")
-    if method == "auto" and max_steps is not None:
-        raise ValueError('max_steps: method "auto" chooses its own work; name a method, or drop max_steps')
-    is_auto = isinstance(method, str) and method == "auto"
-    tol = None if tol is None else check_number("tol", tol, positive=True)
-    check_count("max_steps", max_steps)
-    check_count("max_batch", max_batch)
-    solver.check(exponent, tol, max_steps)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator: expected torch.Generator or None, got {type(generator).__name__}")
-    return Options(
-        p=exponent,
-        solver=solver,
-        scaling=_resolve("scaling", "multi_power" if scaling is None else scaling, SCALINGS, "estimate"),
-        damping=absolute_damping(damping, A),
-        rel_damping=check_number("rel_damping", rel_damping),
-        tol=tol,
-        solver_tol=None if is_auto else tol,
-        max_steps=max_steps,
-        max_batch=max_batch,
-        generator=generator,
-        matmul_dtype=_matmul_dtype(matmul_dtype, solver),
-        compute_dtype=torch.float64 if A.dtype == torch.float64 and matmul_dtype is None else torch.float32,
-    )
-
-
-def _resolve(name: str, value: Any, table: Mapping[str, Any], function: str) -> Any:
-    """Return the instance that a name stands for, or ``value`` itself when it is an instance."""
-    if isinstance(value, str):
-        if value not in table:
-            raise ValueError(f"{name}: expected one of {sorted(table)} or an instance, got {value!r}")
-        return table[value]()
-    if isinstance(value, type) or not hasattr(value, function):
-        raise TypeError(f"{name}: expected one of {sorted(table)} or an instance, got {value!r}")
-    return value
-
-
-def _matmul_dtype(dtype: torch.dtype | None, solver: Solver) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    if dtype not in HALF_DTYPES:
-        raise ValueError(f"matmul_dtype: expected torch.float16, torch.bfloat16 or None, got {dtype!r}")
-    if isinstance(solver, EVD):
-        raise ValueError(
-            f'matmul_dtype: method "evd" has no products to round, got {dtype}; use "cn", "ndb" or "chebyshev"'
-        )
-    return dtype
-
-
-def _solve(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor]:
-    """Solve in chunks of ``max_batch`` members; return the result and, for a pair, ``A^{1/p}`` beside it."""
-    n, batch = A.shape[-1], A.shape[:-2]
-    b = math.prod(batch)
-    if isinstance(options.solver, EVD) and n > LAPACK_LIMIT:
-        raise ValueError(f"A: LAPACK's eigh needs n <= {LAPACK_LIMIT} (32-bit workspace index), got n = {n}")
-    if A.numel() == 0:
-        parts = [_nothing(A, b)]
-    else:
-        flat = A.detach().reshape(b, n, n)
-        chunk = min(b, options.max_batch or b)
-        with full_precision(A.device):
-            parts = list(_chunks(flat, chunk, options, want))
-    fields = [_joined([getattr(part, name) for part in parts]) for name in _FIELDS]
-    other = _joined([part.other for part in parts])
-    shaped = [field.reshape((*batch, *field.shape[1:])) for field in fields]
-    result = InvRoot._make([*shaped, None])
-    return result, other.reshape((*batch, n, n))
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The fields of :class:`InvRoot` for one chunk, flat, and the other root of a pair (else ``root`` itself)."""
-
-    root: Tensor
-    other: Tensor
-    status: Tensor
-    steps: Tensor
-    residual: Tensor
-    history: Tensor
-    scale: Tensor
-    bound: Tensor
-    damping: Tensor
-    matmuls: Tensor
-
-
-_FIELDS = tuple(name for name in InvRoot._fields if name != "certificate")
-
-
-def _nothing(A: Tensor, b: int) -> _Part:
-    """The result for an empty batch or 0 x 0 matrices, whose empty roots are exact."""
-    root = A.detach().new_empty(b, A.shape[-1], A.shape[-1])
-    zero = torch.zeros(b, dtype=wide(A.device), device=A.device)
-    count = zero.to(torch.int64)
-    return _Part(
-        root=root,
-        other=root,
-        status=count.to(torch.int32),
-        steps=count,
-        residual=zero,
-        history=zero.new_empty(b, 0),
-        scale=zero,
-        bound=zero,
-        damping=zero,
-        matmuls=count,
-    )
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate along the batch; histories of different lengths are filled up with NaN."""
-    if len(parts) == 1:
-        return parts[0]
-    if parts[0].ndim == 2:
-        width = max(part.shape[1] for part in parts)
-        parts = [pad(part, (0, width - part.shape[1]), value=torch.nan) for part in parts]
-    return torch.cat(parts)
-
-
-def _chunks(A: Tensor, size: int, options: Options, want: Want) -> Iterator[_Part]:
-    """Solve ``size`` members at a time; each chunk draws the same start vectors."""
-    state = None if options.generator is None else options.generator.get_state()
-    for start in range(0, A.shape[0], size):
-        if options.generator is not None and state is not None:
-            options.generator.set_state(state)
-        members = slice(start, start + size)
-        yield _solve_chunk(A[members], options.damping[members], options, want)
-
-
-def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _Part:
-    """Prepare, scale, solve, and bring the answer back to the user's units and dtype."""
-    prepared = prepare(A, damping, options.rel_damping, options.compute_dtype)
-    solver = options.solver
-    scale = torch.ones_like(prepared.bound)
-    if solver.needs_definite:
-        prepared = prove_definite(prepared, unit_roundoff(A.dtype), want != "root")
-        scale = _scale(prepared, options)
-    solution = solver.solve(
-        Problem(
-            A=prepared.A.div_(scale.to(prepared.A.dtype).reshape(-1, 1, 1)),
-            p=options.p,
-            want=want,
-            damping=prepared.damping / scale,
-            noise=prepared.noise / scale,
-            zero_rows=prepared.zero_rows,
-            tol=options.solver_tol,
-            max_steps=options.max_steps,
-            multiply=Product(options.matmul_dtype),
-        )
-    )
-    status = torch.where(prepared.status == int(Status.CONVERGED), solution.status, prepared.status)
-    roots = [
-        _returned(root, scale, prepared, options.p, sign, A.dtype)
-        for sign, root in ((-1, solution.inverse), (1, solution.root))
-        if root is not None
-    ]
-    for root in roots:
-        overflown = (status < int(Status.DIVERGED)) & ~torch.isfinite(root.abs().amax((-2, -1)))
-        status = torch.where(overflown, int(Status.SINGULAR), status).to(torch.int32)
-    failed = status >= int(Status.DIVERGED)
-    for root in roots:
-        root.masked_fill_(failed.reshape(-1, 1, 1), torch.nan)
-    return _Part(
-        root=roots[0],
-        other=roots[-1],
-        status=status,
-        steps=solution.steps.masked_fill(failed, 0),
-        residual=solution.residual.masked_fill(failed, torch.nan),
-        history=solution.history.masked_fill(failed.unsqueeze(-1), torch.nan),
-        matmuls=solution.matmuls + (options.scaling.matmuls if solver.needs_definite else 0),
-        **_in_units_of_input(prepared, solution, scale),
-    )
-
-
-def _scale(prepared: Prepared, options: Options) -> Tensor:
-    """Estimate the largest eigenvalue and guard it by the proven bound; 1 for a member that has failed."""
-    usable = prepared.status == int(Status.CONVERGED)
-    bound = torch.where(usable, prepared.bound.clamp_min(EMPTY_ROW) + prepared.damping, 1.0)
-    estimate = options.scaling.estimate(prepared.A, options.generator)
-    return guarded(prepared.A, estimate, bound, options.solver.headroom(options.p))
-
-
-def _returned(
-    root: Tensor, scale: Tensor, prepared: Prepared, p: Exponent, sign: int, dtype: torch.dtype
-) -> Tensor:
-    """Return the symmetric part of a root of ``A/scale``, times ``(2^k scale)^(sign/p)``, in the user's dtype.
-
-    ``2^(k/p)`` is split into an exact power of two and a rest below 2, so that scaling is as exact at 1e20 as at 1.
-    """
-    a, b = p.as_integer_ratio() if isinstance(p, Fraction) else (p, 1)
-    whole = torch.floor(sign * prepared.exponent * b / a)
-    rest = (sign * prepared.exponent * b - whole * a) / a
-    factor = scale ** (sign / float(p)) * torch.exp2(rest) / 2
-    doubled = torch.add(root, root.mT).mul_(factor.to(root.dtype).reshape(-1, 1, 1))
-    result = rescaled(doubled, whole)
-    if sign > 0:
-        empty = prepared.zero_rows
-        result.masked_fill_(empty.unsqueeze(-1) | empty.unsqueeze(-2), 0.0)
-    return result.to(dtype)
-
-
-def _in_units_of_input(prepared: Prepared, solution: Solution, scale: Tensor) -> dict[str, Tensor]:
-    """Return scale, bound and damping as the user measures them; NaN where the input has none."""
-    meaningless = (prepared.status == int(Status.NONFINITE_INPUT)) | ~prepared.symmetric
-    found = scale if solution.scale is None else scale * solution.scale
-    eps = prepared.damping if solution.shift is None else prepared.damping + scale * solution.shift
-    return {
-        name: rescaled(value, prepared.exponent).masked_fill(meaningless, torch.nan)
-        for name, value in (("scale", found), ("bound", prepared.bound), ("damping", eps))
-    }
 
 
 def _with_certificate(A: Tensor, result: InvRoot, options: Options, keep: bool) -> InvRoot:

@@ -22,16 +22,15 @@ import torch
 from torch import Tensor
 
 from matroots._arguments import absolute_damping, check_matrices, check_number
-from matroots._exponent import addition_chain, parse_exponent
+from matroots._bounded import Bounded, U, gamma, norm_from_below, power, spectrum
+from matroots._exponent import parse_exponent
 from matroots._prepare import asymmetry_tolerance, lambda_bound, rescaled, with_identity
-from matroots._products import add_to_diagonal, frobenius, full_precision, symmetric_part, unit_roundoff, wide
-from matroots._result import LinAlgError
+from matroots._products import add_to_diagonal, frobenius, full_precision, symmetric_part, wide
 from matroots.scaling.bounds import norm_bound
-from matroots.scaling.multi_power import rayleigh, start_vectors
+from matroots.scaling.multi_power import start_vectors
 from matroots.solvers.evd import eigh_with_ladder
 
 Kind = Literal["residual", "reference", "estimate"]
-U = unit_roundoff(torch.float64)
 LARGEST_POWER = 64  # p = a/b: X^a is formed (its square root is)
 FAILURE = 1e-9  # of each of the two probabilistic bounds behind kind="estimate"
 _PROBES, _PROBE_STEPS = 16, 4
@@ -219,39 +218,6 @@ def _normalised(A: Tensor, X: Tensor, eps: Tensor, p: Fraction) -> _Pair:
     )
 
 
-@dataclass(frozen=True)
-class Bounded:
-    """A computed batch of matrices and, per member, a bound on its distance (Frobenius) from the exact one."""
-
-    value: Tensor
-    error: Tensor
-
-    def __matmul__(self, other: Bounded) -> Bounded:
-        """Multiply; ``|fl(FG) - FG| <= gamma_n |F| |G|`` in whatever order the sums are taken (Higham 2002, 3.5)."""
-        size, other_size = frobenius(self.value), frobenius(other.value)
-        n = self.value.shape[-1]
-        rounding = gamma(n) * size * other_size
-        inherited = self.error * other_size + (size + self.error) * other.error
-        return Bounded(torch.bmm(self.value, other.value), (inherited + rounding) * (1 + 8 * U))
-
-    @property
-    def mT(self) -> Bounded:
-        """The transpose."""
-        return Bounded(self.value.mT, self.error)
-
-
-def gamma(n: int) -> float:
-    """Return ``n u / (1 - n u)``, the growth of rounding over a sum of n products."""
-    return n * U / (1 - n * U)
-
-
-def _power(F: Bounded, exponent: int) -> Bounded:
-    powers = [F]
-    for i, j in addition_chain(exponent):
-        powers.append(powers[i] @ powers[j])
-    return powers[-1]
-
-
 def _factor(pair: _Pair) -> tuple[Tensor, Tensor, Tensor]:
     """Return C with ``C C^T ~ X``, a bound on ``||X - C C^T||_2``, and whether X is proven positive definite.
 
@@ -306,10 +272,10 @@ def _similar(pair: _Pair, C: Bounded, a: int, b: int) -> Bounded:
     """Return S, symmetric and similar to ``A^b X^a``, with a bound on its error."""
     A = Bounded(pair.A, pair.A_error)
     if a % 2 == 0:
-        W = _power(Bounded(pair.X, torch.zeros_like(pair.X_error)), a // 2)
+        W = power(Bounded(pair.X, torch.zeros_like(pair.X_error)), a // 2)
     else:
-        W = C if a == 1 else _power(C @ C.mT, (a - 1) // 2) @ C
-    V = W if b == 1 else _power(A, b // 2) @ W
+        W = C if a == 1 else power(C @ C.mT, (a - 1) // 2) @ C
+    V = W if b == 1 else power(A, b // 2) @ W
     S = V.mT @ (A @ V) if b % 2 else V.mT @ V
     return Bounded(symmetric_part(S.value), S.error)
 
@@ -348,31 +314,6 @@ def _padding(C: Tensor, C_error: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
     """
     gap = torch.maximum(1 / alpha - 1, 1 - 1 / beta).clamp_min(0.0)
     return gap * (C_error.sqrt() * frobenius(C) + C_error)
-
-
-def spectrum(S: Tensor) -> Tensor:
-    """Return the eigenvalues of symmetric ``(b, n, n)``, ascending; NaN for a member that is not finite or fails."""
-    broken = ~torch.isfinite(S.abs().amax((-2, -1)))
-    safe = with_identity(S.clone(), broken)
-    try:
-        eigenvalues = torch.linalg.eigvalsh(safe)
-    except LinAlgError:
-        eigenvalues = torch.stack([_spectrum_or_nan(member) for member in safe])
-    return torch.where(broken.unsqueeze(-1), torch.nan, eigenvalues)
-
-
-def _spectrum_or_nan(S: Tensor) -> Tensor:
-    try:
-        eigenvalues: Tensor = torch.linalg.eigvalsh(S)
-    except LinAlgError:
-        eigenvalues = torch.full_like(S[0], torch.nan)
-    return eigenvalues
-
-
-def norm_from_below(X: Tensor) -> Tensor:
-    """Return a Rayleigh quotient of symmetric X, less its own rounding: at most ``||X||_2``, ``(b,)``."""
-    quotient = rayleigh(X, start_vectors(8, X), steps=12)
-    return (quotient - 8 * X.shape[-1] * U * frobenius(X)).clamp_min(0.0)
 
 
 def _reference(pair: _Pair, p: Fraction) -> Certificate:

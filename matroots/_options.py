@@ -1,0 +1,114 @@
+"""The keywords of a call: checked against the input and the method, names resolved to instances."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, TypedDict
+
+import torch
+from torch import Tensor
+
+from matroots._arguments import absolute_damping, check_count, check_number
+from matroots._exponent import Exponent, parse_exponent
+from matroots._products import HALF_DTYPES
+from matroots.scaling import SCALINGS, Scaling
+from matroots.solvers import EVD, SOLVERS, Solver
+
+
+class Keywords(TypedDict, total=False):
+    """The keywords that all calls share; see :func:`inv_root_ex`."""
+
+    method: str | Solver
+    scaling: str | Scaling | None
+    damping: float | Tensor
+    rel_damping: float
+    tol: float | None
+    max_steps: int | None
+    matmul_dtype: torch.dtype | None
+    max_batch: int | None
+    generator: torch.Generator | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords of a call, checked and resolved."""
+
+    p: Exponent
+    solver: Solver
+    scaling: Scaling
+    damping: Tensor
+    rel_damping: float
+    tol: float | None
+    solver_tol: float | None
+    max_steps: int | None
+    matmul_dtype: torch.dtype | None
+    max_batch: int | None
+    generator: torch.Generator | None
+    compute_dtype: torch.dtype
+
+
+def resolve_options(
+    A: Tensor,
+    p: float | Fraction,
+    *,
+    method: str | Solver = "auto",
+    scaling: str | Scaling | None = None,
+    damping: float | Tensor = 0.0,
+    rel_damping: float = 0.0,
+    tol: float | None = None,
+    max_steps: int | None = None,
+    matmul_dtype: torch.dtype | None = None,
+    max_batch: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Options:
+    """Check every keyword against A and the method, and resolve names to instances."""
+    exponent = parse_exponent(p)
+    solver = _resolve("method", method, {**SOLVERS, "auto": EVD}, "solve")
+    if method == "auto" and max_steps is not None:
+        raise ValueError('max_steps: method "auto" chooses its own work; name a method, or drop max_steps')
+    is_auto = isinstance(method, str) and method == "auto"
+    tol = None if tol is None else check_number("tol", tol, positive=True)
+    check_count("max_steps", max_steps)
+    check_count("max_batch", max_batch)
+    solver.check(exponent, tol, max_steps)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: expected torch.Generator or None, got {type(generator).__name__}")
+    return Options(
+        p=exponent,
+        solver=solver,
+        scaling=_resolve("scaling", "multi_power" if scaling is None else scaling, SCALINGS, "estimate"),
+        damping=absolute_damping(damping, A),
+        rel_damping=check_number("rel_damping", rel_damping),
+        tol=tol,
+        solver_tol=None if is_auto else tol,
+        max_steps=max_steps,
+        max_batch=max_batch,
+        generator=generator,
+        matmul_dtype=_matmul_dtype(matmul_dtype, solver),
+        compute_dtype=torch.float64 if A.dtype == torch.float64 and matmul_dtype is None else torch.float32,
+    )
+
+
+def _resolve(name: str, value: Any, table: Mapping[str, Any], function: str) -> Any:
+    """Return the instance that a name stands for, or ``value`` itself when it is an instance."""
+    if isinstance(value, str):
+        if value not in table:
+            raise ValueError(f"{name}: expected one of {sorted(table)} or an instance, got {value!r}")
+        return table[value]()
+    if isinstance(value, type) or not hasattr(value, function):
+        raise TypeError(f"{name}: expected one of {sorted(table)} or an instance, got {value!r}")
+    return value
+
+
+def _matmul_dtype(dtype: torch.dtype | None, solver: Solver) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    if dtype not in HALF_DTYPES:
+        raise ValueError(f"matmul_dtype: expected torch.float16, torch.bfloat16 or None, got {dtype!r}")
+    if isinstance(solver, EVD):
+        raise ValueError(
+            f'matmul_dtype: method "evd" has no products to round, got {dtype}; use "cn", "ndb" or "chebyshev"'
+        )
+    return dtype

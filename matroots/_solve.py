@@ -1,0 +1,183 @@
+"""A solve in chunks: prepare, scale, solve, and bring the answer back to the user's units and dtype."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from matroots._exponent import Exponent
+from matroots._options import Options
+from matroots._prepare import EMPTY_ROW, Prepared, prepare, prove_definite, rescaled
+from matroots._products import Product, full_precision, unit_roundoff, wide
+from matroots._result import InvRoot, Status
+from matroots.scaling.bounds import guarded
+from matroots.solvers import EVD, Problem, Solution
+from matroots.solvers._problem import Want
+from matroots.solvers.evd import LAPACK_LIMIT
+
+
+def solve(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor]:
+    """Solve in chunks of ``max_batch`` members; return the result and, for a pair, ``A^{1/p}`` beside it."""
+    n, batch = A.shape[-1], A.shape[:-2]
+    b = math.prod(batch)
+    if isinstance(options.solver, EVD) and n > LAPACK_LIMIT:
+        raise ValueError(f"A: LAPACK's eigh needs n <= {LAPACK_LIMIT} (32-bit workspace index), got n = {n}")
+    if A.numel() == 0:
+        parts = [_nothing(A, b)]
+    else:
+        flat = A.detach().reshape(b, n, n)
+        chunk = min(b, options.max_batch or b)
+        with full_precision(A.device):
+            parts = list(_chunks(flat, chunk, options, want))
+    fields = [_joined([getattr(part, name) for part in parts]) for name in _FIELDS]
+    other = _joined([part.other for part in parts])
+    shaped = [field.reshape((*batch, *field.shape[1:])) for field in fields]
+    result = InvRoot._make([*shaped, None])
+    return result, other.reshape((*batch, n, n))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The fields of :class:`InvRoot` for one chunk, flat, and the other root of a pair (else ``root`` itself)."""
+
+    root: Tensor
+    other: Tensor
+    status: Tensor
+    steps: Tensor
+    residual: Tensor
+    history: Tensor
+    scale: Tensor
+    bound: Tensor
+    damping: Tensor
+    matmuls: Tensor
+
+
+_FIELDS = tuple(name for name in InvRoot._fields if name != "certificate")
+
+
+def _nothing(A: Tensor, b: int) -> _Part:
+    """The result for an empty batch or 0 x 0 matrices, whose empty roots are exact."""
+    root = A.detach().new_empty(b, A.shape[-1], A.shape[-1])
+    zero = torch.zeros(b, dtype=wide(A.device), device=A.device)
+    count = zero.to(torch.int64)
+    return _Part(
+        root=root,
+        other=root,
+        status=count.to(torch.int32),
+        steps=count,
+        residual=zero,
+        history=zero.new_empty(b, 0),
+        scale=zero,
+        bound=zero,
+        damping=zero,
+        matmuls=count,
+    )
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Concatenate along the batch; histories of different lengths are filled up with NaN."""
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].ndim == 2:
+        width = max(part.shape[1] for part in parts)
+        parts = [pad(part, (0, width - part.shape[1]), value=torch.nan) for part in parts]
+    return torch.cat(parts)
+
+
+def _chunks(A: Tensor, size: int, options: Options, want: Want) -> Iterator[_Part]:
+    """Solve ``size`` members at a time; each chunk draws the same start vectors."""
+    state = None if options.generator is None else options.generator.get_state()
+    for start in range(0, A.shape[0], size):
+        if options.generator is not None and state is not None:
+            options.generator.set_state(state)
+        members = slice(start, start + size)
+        yield _solve_chunk(A[members], options.damping[members], options, want)
+
+
+def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _Part:
+    """Prepare, scale, solve, and bring the answer back to the user's units and dtype."""
+    prepared = prepare(A, damping, options.rel_damping, options.compute_dtype)
+    solver = options.solver
+    scale = torch.ones_like(prepared.bound)
+    if solver.needs_definite:
+        prepared = prove_definite(prepared, unit_roundoff(A.dtype), want != "root")
+        scale = _scale(prepared, options)
+    solution = solver.solve(
+        Problem(
+            A=prepared.A.div_(scale.to(prepared.A.dtype).reshape(-1, 1, 1)),
+            p=options.p,
+            want=want,
+            damping=prepared.damping / scale,
+            noise=prepared.noise / scale,
+            zero_rows=prepared.zero_rows,
+            tol=options.solver_tol,
+            max_steps=options.max_steps,
+            multiply=Product(options.matmul_dtype),
+        )
+    )
+    status = torch.where(prepared.status == int(Status.CONVERGED), solution.status, prepared.status)
+    roots = [
+        _returned(root, scale, prepared, options.p, sign, A.dtype)
+        for sign, root in ((-1, solution.inverse), (1, solution.root))
+        if root is not None
+    ]
+    for root in roots:
+        overflown = (status < int(Status.DIVERGED)) & ~torch.isfinite(root.abs().amax((-2, -1)))
+        status = torch.where(overflown, int(Status.SINGULAR), status).to(torch.int32)
+    failed = status >= int(Status.DIVERGED)
+    for root in roots:
+        root.masked_fill_(failed.reshape(-1, 1, 1), torch.nan)
+    return _Part(
+        root=roots[0],
+        other=roots[-1],
+        status=status,
+        steps=solution.steps.masked_fill(failed, 0),
+        residual=solution.residual.masked_fill(failed, torch.nan),
+        history=solution.history.masked_fill(failed.unsqueeze(-1), torch.nan),
+        matmuls=solution.matmuls + (options.scaling.matmuls if solver.needs_definite else 0),
+        **_in_units_of_input(prepared, solution, scale),
+    )
+
+
+def _scale(prepared: Prepared, options: Options) -> Tensor:
+    """Estimate the largest eigenvalue and guard it by the proven bound; 1 for a member that has failed."""
+    usable = prepared.status == int(Status.CONVERGED)
+    bound = torch.where(usable, prepared.bound.clamp_min(EMPTY_ROW) + prepared.damping, 1.0)
+    estimate = options.scaling.estimate(prepared.A, options.generator)
+    return guarded(prepared.A, estimate, bound, options.solver.headroom(options.p))
+
+
+def _returned(
+    root: Tensor, scale: Tensor, prepared: Prepared, p: Exponent, sign: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the symmetric part of a root of ``A/scale``, times ``(2^k scale)^(sign/p)``, in the user's dtype.
+
+    ``2^(k/p)`` is split into an exact power of two and a rest below 2, so that scaling is as exact at 1e20 as at 1.
+    """
+    a, b = p.as_integer_ratio() if isinstance(p, Fraction) else (p, 1)
+    whole = torch.floor(sign * prepared.exponent * b / a)
+    rest = (sign * prepared.exponent * b - whole * a) / a
+    factor = scale ** (sign / float(p)) * torch.exp2(rest) / 2
+    doubled = torch.add(root, root.mT).mul_(factor.to(root.dtype).reshape(-1, 1, 1))
+    result = rescaled(doubled, whole)
+    if sign > 0:
+        empty = prepared.zero_rows
+        result.masked_fill_(empty.unsqueeze(-1) | empty.unsqueeze(-2), 0.0)
+    return result.to(dtype)
+
+
+def _in_units_of_input(prepared: Prepared, solution: Solution, scale: Tensor) -> dict[str, Tensor]:
+    """Return scale, bound and damping as the user measures them; NaN where the input has none."""
+    meaningless = (prepared.status == int(Status.NONFINITE_INPUT)) | ~prepared.symmetric
+    found = scale if solution.scale is None else scale * solution.scale
+    eps = prepared.damping if solution.shift is None else prepared.damping + scale * solution.shift
+    return {
+        name: rescaled(value, prepared.exponent).masked_fill(meaningless, torch.nan)
+        for name, value in (("scale", found), ("bound", prepared.bound), ("damping", eps))
+    }
