@@ -191,7 +191,7 @@ def _solve_or_raise(want: Want, A: Tensor, p: float | Fraction, keywords: Keywor
 
 def _with_certificate(A: Tensor, result: InvRoot, options: Options, keep: bool) -> InvRoot:
     """Certify the roots against the damping that was used; hold "auto" to its tolerance on the certified error."""
-    certificate = certify_root(A, result.root, options.p, damping=result.damping)
+    certificate = certify_root(A, result.root, options.p, damping=result.damping, max_batch=options.max_batch)
     status = result.status
     if options.tol is not None and options.solver_tol is None:
         missed = (status == int(Status.CONVERGED)) & ~(certificate.relative_error <= options.tol)

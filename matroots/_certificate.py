@@ -21,10 +21,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from matroots._arguments import absolute_damping, check_matrices, check_number
+from matroots._arguments import absolute_damping, check_count, check_matrices, check_number
 from matroots._bounded import Bounded, U, gamma, norm_from_below, power, spectrum
 from matroots._exponent import parse_exponent
-from matroots._prepare import asymmetry_tolerance, lambda_bound, rescaled, with_identity
+from matroots._prepare import asymmetry_tolerance, lambda_bound, members_of, rescaled, with_identity
 from matroots._products import add_to_diagonal, frobenius, full_precision, symmetric_part, wide
 from matroots.scaling.bounds import norm_bound
 from matroots.scaling.multi_power import start_vectors
@@ -64,6 +64,7 @@ def certify(
     rel_damping: float = 0.0,
     kind: Kind = "residual",
     assume_positive: bool = False,
+    max_batch: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Certificate:
     """Bound the error of X as ``(A + eps I)^{-1/p}``, whoever computed it and however.
@@ -76,11 +77,12 @@ def certify(
         damping: absolute, as for :func:`inv_root_ex`. Pass the ``damping`` of an :class:`InvRoot` to certify against what
             was really solved.
         rel_damping: relative to :func:`lambda_bound` of A; ``eps = damping + rel_damping * lambda_bound(A)``.
-        kind: ``"residual"`` costs 5 products for p = 2, 6 for 4, two eigenvalue decompositions (values only) and a
+        kind: ``"residual"`` costs 4 products for p = 2, 5 for 4, 6 for 6 and 8, two eigenvalue decompositions (values only) and a
             Cholesky factor, all in fp64. ``"reference"`` solves again by fp64 eigendecomposition, certifies that and adds
             the distance to X: within a few per cent of the truth, about twice as dear. ``"estimate"`` costs O(n^2): the
             norm of ``I - S`` from a few random vectors, wrong with probability at most 2e-9; for even p only.
         assume_positive: must be True for ``"estimate"``, which cannot see the signs of X's eigenvalues.
+        max_batch: members certified at once; bounds the workspace, does not change the answer.
         generator: of the random vectors of ``"estimate"``; None: the same ones on each call.
 
     Returns:
@@ -109,44 +111,46 @@ def certify(
             f'kind: "estimate" is blind to the signs of X and needs an even p and assume_positive=True; got p={p},'
             f" assume_positive={assume_positive}"
         )
-    eps = _total_damping(A, damping, rel_damping)
-    device = A.device if A.device.type != "mps" else torch.device("cpu")
-    n, b = A.shape[-1], A.shape[:-2].numel()
+    check_count("max_batch", max_batch)
+    eps, relative = absolute_damping(damping, A), check_number("rel_damping", rel_damping)
+    parts = []
+    for start in range(0, eps.shape[0] if A.numel() else 0, max_batch or max(eps.shape[0], 1)):
+        members = slice(start, start + (max_batch or eps.shape[0]))
+        flat, other = (members_of(M.detach(), start, members.stop - start) for M in (A, X))
+        total = eps[members] + relative * lambda_bound(flat) if relative else eps[members]
+        parts.append(_certified(flat, other, total, fraction, kind, generator))
+    joined = (torch.cat(fields) for fields in zip(*(parts or [_vacuous(eps)]), strict=True))
+    certificate = _settled(Certificate(*joined), slack)
+    return Certificate(*(_returned(field, A) for field in certificate))
+
+
+def _certified(
+    A: Tensor, X: Tensor, eps: Tensor, p: Fraction, kind: Kind, generator: torch.Generator | None
+) -> Certificate:
+    """Certify one chunk, on the CPU where the device has no float64."""
+    device = A.device if wide(A.device) == torch.float64 else torch.device("cpu")
     with full_precision(device):
-        if A.numel():
-            flat, other = (M.detach().to(device).reshape(b, n, n) for M in (A, X))
-            certificate = _certified(
-                _normalised(flat, other, eps.to(device), fraction), fraction, kind, generator
-            )
+        pair = _normalised(A.to(device), X.to(device), eps.to(device, torch.float64), p)
+        if kind == "residual":
+            certificate = _residual(pair, p)
+        elif kind == "reference":
+            certificate = _reference(pair, p)
         else:
-            certificate = _vacuous(b, device)
-    certificate = _settled(certificate, slack)
-    return Certificate(
-        *(
-            field.reshape(A.shape[:-2]).to(
-                A.device, wide(A.device) if field.is_floating_point() else field.dtype
-            )
-            for field in certificate
-        )
-    )
-
-
-def _certified(pair: _Pair, p: Fraction, kind: Kind, generator: torch.Generator | None) -> Certificate:
-    if kind == "residual":
-        certificate = _residual(pair, p)
-    elif kind == "reference":
-        certificate = _reference(pair, p)
-    else:
-        certificate = _estimate(pair, p, generator)
+            certificate = _estimate(pair, p, generator)
     return certificate._replace(
         positive_definite=certificate.positive_definite & pair.usable, valid=certificate.valid & pair.usable
     )
 
 
-def _vacuous(b: int, device: torch.device) -> Certificate:
-    """The certificate of matrices without entries."""
-    zero, one = torch.zeros(b, dtype=torch.float64, device=device), torch.ones(b, device=device)
-    return Certificate(zero + 1, zero + 1, zero, zero, one.bool(), one.bool())
+def _returned(field: Tensor, A: Tensor) -> Tensor:
+    dtype = wide(A.device) if field.is_floating_point() else field.dtype
+    return field.reshape(A.shape[:-2]).to(A.device, dtype)
+
+
+def _vacuous(eps: Tensor) -> Certificate:
+    """The certificate of matrices without entries, one for each element of ``eps``."""
+    zero, yes = torch.zeros_like(eps), torch.ones_like(eps, dtype=torch.bool)
+    return Certificate(zero + 1, zero + 1, zero, zero, yes, yes)
 
 
 def _settled(certificate: Certificate, slack: float) -> Certificate:
@@ -186,11 +190,6 @@ class _Pair:
     A_error: Tensor  # how far A may be from the matrix that is meant, in the Frobenius norm
     X_error: Tensor
     usable: Tensor
-
-
-def _total_damping(A: Tensor, damping: float | Tensor, rel_damping: float) -> Tensor:
-    eps, relative = absolute_damping(damping, A), check_number("rel_damping", rel_damping)
-    return eps + relative * lambda_bound(A).reshape(-1) if relative else eps
 
 
 def _normalised(A: Tensor, X: Tensor, eps: Tensor, p: Fraction) -> _Pair:

@@ -110,6 +110,18 @@ def _shift(A: Tensor, failed: Tensor, prepared: Prepared, u_input: float) -> tup
     return shift, failed
 
 
+def members_of(A: Tensor, start: int, count: int) -> Tensor:
+    """Return members ``start : start + count`` of ``(*, n, n)``, numbered row by row, as ``(count, n, n)``.
+
+    Nothing but these members is copied, and they only where the batch has several dimensions.
+    """
+    batch = A.shape[:-2]
+    if len(batch) <= 1:
+        return A.reshape(-1, *A.shape[-2:])[start : start + count]
+    numbers = torch.arange(start, min(start + count, batch.numel()), device=A.device)
+    return A[torch.unravel_index(numbers, batch)]
+
+
 def rescaled(A: Tensor, exponent: Tensor) -> Tensor:
     """Return ``2^exponent A`` (exponent ``(b,)``, A ``(b, ...)``), in two factors, as one of them could overflow."""
     half = torch.floor(exponent / 2)

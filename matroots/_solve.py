@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.nn.functional import pad
 
 from matroots._exponent import Exponent
 from matroots._options import Options
-from matroots._prepare import EMPTY_ROW, Prepared, prepare, prove_definite, rescaled
+from matroots._prepare import EMPTY_ROW, Prepared, members_of, prepare, prove_definite, rescaled
 from matroots._products import Product, full_precision, unit_roundoff, wide
 from matroots._result import InvRoot, Status
 from matroots.scaling.bounds import guarded
@@ -29,75 +30,64 @@ def solve(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor]:
     if isinstance(options.solver, EVD) and n > LAPACK_LIMIT:
         raise ValueError(f"A: LAPACK's eigh needs n <= {LAPACK_LIMIT} (32-bit workspace index), got n = {n}")
     if A.numel() == 0:
-        parts = [_nothing(A, b)]
+        whole = _nothing(A, b)
     else:
-        flat = A.detach().reshape(b, n, n)
-        chunk = min(b, options.max_batch or b)
         with full_precision(A.device):
-            parts = list(_chunks(flat, chunk, options, want))
-    fields = [_joined([getattr(part, name) for part in parts]) for name in _FIELDS]
-    other = _joined([part.other for part in parts])
-    shaped = [field.reshape((*batch, *field.shape[1:])) for field in fields]
-    result = InvRoot._make([*shaped, None])
-    return result, other.reshape((*batch, n, n))
+            whole = _collected(_chunks(A.detach(), min(b, options.max_batch or b), options, want), b)
+    small = {name: field.reshape((*batch, *field.shape[1:])) for name, field in whole.diagnostics.items()}
+    roots = [root.reshape(A.shape) for root in whole.roots]
+    return InvRoot(root=roots[0], **small, certificate=None), roots[-1]
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The fields of :class:`InvRoot` for one chunk, flat, and the other root of a pair (else ``root`` itself)."""
+    """Some members' roots (one, or the inverse and the other) and the fields of :class:`InvRoot` beside ``root``."""
 
-    root: Tensor
-    other: Tensor
-    status: Tensor
-    steps: Tensor
-    residual: Tensor
-    history: Tensor
-    scale: Tensor
-    bound: Tensor
-    damping: Tensor
-    matmuls: Tensor
-
-
-_FIELDS = tuple(name for name in InvRoot._fields if name != "certificate")
+    roots: tuple[Tensor, ...]
+    diagnostics: dict[str, Tensor]
 
 
 def _nothing(A: Tensor, b: int) -> _Part:
     """The result for an empty batch or 0 x 0 matrices, whose empty roots are exact."""
-    root = A.detach().new_empty(b, A.shape[-1], A.shape[-1])
     zero = torch.zeros(b, dtype=wide(A.device), device=A.device)
     count = zero.to(torch.int64)
-    return _Part(
-        root=root,
-        other=root,
-        status=count.to(torch.int32),
-        steps=count,
-        residual=zero,
-        history=zero.new_empty(b, 0),
-        scale=zero,
-        bound=zero,
-        damping=zero,
-        matmuls=count,
-    )
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Concatenate along the batch; histories of different lengths are filled up with NaN."""
-    if len(parts) == 1:
-        return parts[0]
-    if parts[0].ndim == 2:
-        width = max(part.shape[1] for part in parts)
-        parts = [pad(part, (0, width - part.shape[1]), value=torch.nan) for part in parts]
-    return torch.cat(parts)
+    counts = {"status": count.to(torch.int32), "steps": count, "matmuls": count}
+    values = dict.fromkeys(("residual", "scale", "bound", "damping"), zero)
+    return _Part((torch.empty_like(A.detach()),), {**counts, **values, "history": zero.new_empty(b, 0)})
 
 
 def _chunks(A: Tensor, size: int, options: Options, want: Want) -> Iterator[_Part]:
     """Solve ``size`` members at a time; each chunk draws the same start vectors."""
     state = None if options.generator is None else options.generator.get_state()
-    for start in range(0, A.shape[0], size):
+    for start in range(0, options.damping.shape[0], size):
         if options.generator is not None and state is not None:
             options.generator.set_state(state)
         members = slice(start, start + size)
-        yield _solve_chunk(A[members], options.damping[members], options, want)
+        yield _solve_chunk(members_of(A, start, size), options.damping[members], options, want)
+
+
+def _collected(parts: Iterator[_Part], b: int) -> _Part:
+    """Put the chunks together; their roots go into whole tensors as they come, so that no second copy builds up."""
+    first = next(parts)
+    if first.roots[0].shape[0] == b:
+        return first
+    roots = tuple(root.new_empty(b, *root.shape[1:]) for root in first.roots)
+    diagnostics = []
+    start = 0
+    for part in chain([first], parts):
+        for whole, root in zip(roots, part.roots, strict=True):
+            whole[start : start + root.shape[0]] = root
+        start += part.roots[0].shape[0]
+        diagnostics.append(part.diagnostics)
+    return _Part(roots, {name: _joined([each[name] for each in diagnostics]) for name in diagnostics[0]})
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Concatenate along the batch; histories of different lengths are filled up with NaN."""
+    if parts[0].ndim == 2:
+        width = max(part.shape[1] for part in parts)
+        parts = [pad(part, (0, width - part.shape[1]), value=torch.nan) for part in parts]
+    return torch.cat(parts)
 
 
 def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _Part:
@@ -133,16 +123,14 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     failed = status >= int(Status.DIVERGED)
     for root in roots:
         root.masked_fill_(failed.reshape(-1, 1, 1), torch.nan)
-    return _Part(
-        root=roots[0],
-        other=roots[-1],
-        status=status,
-        steps=solution.steps.masked_fill(failed, 0),
-        residual=solution.residual.masked_fill(failed, torch.nan),
-        history=solution.history.masked_fill(failed.unsqueeze(-1), torch.nan),
-        matmuls=solution.matmuls + (options.scaling.matmuls if solver.needs_definite else 0),
-        **_in_units_of_input(prepared, solution, scale),
-    )
+    diagnostics = {
+        "status": status,
+        "steps": solution.steps.masked_fill(failed, 0),
+        "residual": solution.residual.masked_fill(failed, torch.nan),
+        "history": solution.history.masked_fill(failed.unsqueeze(-1), torch.nan),
+        "matmuls": solution.matmuls + (options.scaling.matmuls if solver.needs_definite else 0),
+    }
+    return _Part(tuple(roots), diagnostics | _in_units_of_input(prepared, solution, scale))
 
 
 def _scale(prepared: Prepared, options: Options) -> Tensor:
