@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from matroots._exponent import addition_chain
-from matroots._prepare import with_identity
+from matroots._prepare import rescaled, with_identity
 from matroots._products import frobenius, unit_roundoff
 from matroots._result import LinAlgError
 from matroots.scaling.multi_power import rayleigh, start_vectors
@@ -71,5 +71,6 @@ def _spectrum_or_nan(S: Tensor) -> Tensor:
 
 def norm_from_below(X: Tensor) -> Tensor:
     """Return a Rayleigh quotient of symmetric X, less its own rounding: at most ``||X||_2``, ``(b,)``."""
-    quotient = rayleigh(X, start_vectors(8, X), steps=12)
+    exponent = torch.frexp(X.abs().amax((-2, -1))).exponent.to(X.dtype)
+    quotient = rescaled(rayleigh(rescaled(X, -exponent), start_vectors(8, X), steps=12), exponent)
     return (quotient - 8 * X.shape[-1] * U * frobenius(X)).clamp_min(0.0)

@@ -32,18 +32,20 @@ from matroots.solvers.evd import eigh_with_ladder
 
 Kind = Literal["residual", "reference", "estimate"]
 LARGEST_POWER = 64  # p = a/b: X^a is formed (its square root is)
+LARGEST = 1e100  # beyond it, and below its inverse, intermediate results could over- or underflow unseen
 FAILURE = 1e-9  # of each of the two probabilistic bounds behind kind="estimate"
 _PROBES, _PROBE_STEPS = 16, 4
+_PROBE_SEED = 271828  # not the vectors that a scaling has used on the way to X
 
 
 class Certificate(NamedTuple):
     """Bounds on the error of X, one per member: float64 (bool for the last two) with the batch shape.
 
     Attributes:
-        lower, upper: Loewner factors, ``lower A^{-1/p} <= X <= upper A^{-1/p}``; NaN for ``kind="reference"``.
+        lower, upper: Loewner factors, ``lower A^{-1/p} <= X <= upper A^{-1/p}``; NaN, as eta is, for ``kind="reference"``.
         relative_error: at least ``||X - A^{-1/p}||_2 / ||A^{-1/p}||_2``; inf where not valid.
         eta: at least ``||I - S||_2`` with S similar to ``A X^p`` (``A^b X^a`` for p = a/b); inf where not valid.
-        positive_definite: X was shown to be positive definite.
+        positive_definite: X was shown to be positive definite (``"estimate"``: was assumed to be).
         valid: the bounds hold. Where False nothing is claimed.
     """
 
@@ -80,7 +82,8 @@ def certify(
         kind: ``"residual"`` costs 4 products for p = 2, 5 for 4, 6 for 6 and 8, two eigenvalue decompositions (values only) and a
             Cholesky factor, all in fp64. ``"reference"`` solves again by fp64 eigendecomposition, certifies that and adds
             the distance to X: within a few per cent of the truth, about twice as dear. ``"estimate"`` costs O(n^2): the
-            norm of ``I - S`` from a few random vectors, wrong with probability at most 2e-9; for even p only.
+            norm of ``I - S`` from a few random vectors, wrong with probability at most 2e-9 over their choice, if X does not
+            depend on them; for p with an even numerator only.
         assume_positive: must be True for ``"estimate"``, which cannot see the signs of X's eigenvalues.
         max_batch: members certified at once; bounds the workspace, does not change the answer.
         generator: of the random vectors of ``"estimate"``; None: the same ones on each call.
@@ -158,8 +161,8 @@ def _settled(certificate: Certificate, slack: float) -> Certificate:
     error = certificate.relative_error + slack
     valid = certificate.valid & torch.isfinite(error)
     return certificate._replace(
-        lower=torch.where(valid, certificate.lower, torch.nan),
-        upper=torch.where(valid, certificate.upper, torch.nan),
+        lower=torch.where(valid, certificate.lower * (1 - slack), torch.nan),
+        upper=torch.where(valid, certificate.upper * (1 + slack), torch.nan),
         relative_error=torch.where(valid, error, torch.inf),
         eta=torch.where(valid, certificate.eta, torch.inf),
         valid=valid,
@@ -178,7 +181,7 @@ def rational_exponent(p: object) -> tuple[Fraction, float]:
         raise ValueError(
             f"p: a certificate needs a rational p = a/b with a <= {LARGEST_POWER}, b <= 64, got {p}"
         )
-    return fraction, 0.0 if isinstance(exponent, Fraction) else 3000.0 * U / float(exponent)
+    return fraction, 0.0 if Fraction(exponent) == fraction else 3000.0 * U / float(exponent)
 
 
 @dataclass(frozen=True)
@@ -244,9 +247,11 @@ def _residual(pair: _Pair, p: Fraction) -> Certificate:
     X_error = pair.X_error if even else pair.X_error + C_error
     S = _similar(pair, Bounded(C, exact), a, b)
     alpha, beta, valid = _extreme_eigenvalues(S)
-    valid = valid & positive
+    valid = (
+        valid & positive & (_definite(pair) if b % 2 == 0 else True)
+    )  # A^b hides the signs of A if b is even
     alpha, beta = torch.where(valid, alpha, 1.0), torch.where(valid, beta, 1.0)
-    low, high = alpha ** (1 / a) * (1 - 4 * U), beta ** (1 / a) * (1 + 4 * U)
+    low, high = _roots_outwards(alpha, beta, a)
     loewner = torch.maximum(1 - low, high - 1)
     distance = _weighted_gap(S, Bounded(C, exact), alpha, even)
     if even:
@@ -255,16 +260,33 @@ def _residual(pair: _Pair, p: Fraction) -> Certificate:
     X_norm = (norm_from_below(pair.X) - X_error).clamp_min(0.0)
     root_norm = torch.maximum(X_norm / high, X_norm - normwise)  # <= ||A^{-1/p}||, by (1) or by (2)
     relative = torch.minimum(loewner, normwise / root_norm) + X_error / root_norm
-    # X <= high R + X_error I and I <= ||A||^{1/p} R
-    spread = X_error * (frobenius(pair.A) * (1 + 2 * n * U) + pair.A_error) ** (b / a)
+    A_norm = frobenius(pair.A) * (1 + 2 * n * U) + pair.A_error
+    spread = X_error * A_norm ** (b / a)  # X <= high R + X_error I and I <= ||A||^{1/p} R
+    eta = torch.maximum(1 - alpha, beta - 1).clamp_min(0.0)
+    if not even:  # from C C^T to X: ||X^a - (X + E)^a|| <= a ||E|| (||X|| + ||E||)^{a-1}
+        eta = eta + A_norm**b * a * C_error * (frobenius(pair.X) * (1 + 2 * n * U) + C_error) ** (a - 1)
     return Certificate(
         lower=low - spread,
         upper=high + spread,
         relative_error=relative * (1 + 8 * U),
-        eta=torch.maximum(1 - alpha, beta - 1).clamp_min(0.0),
+        eta=eta * (1 + 64 * U),
         positive_definite=positive,
         valid=valid & (root_norm > 0),
     )
+
+
+def _roots_outwards(alpha: Tensor, beta: Tensor, a: int) -> tuple[Tensor, Tensor]:
+    """Return ``alpha^{1/a}`` and ``beta^{1/a}`` rounded outwards: the power and the exponent 1/a are off by a few u."""
+    low = alpha ** (1 / a) * (1 - (4 + alpha.log().abs() / a) * U)
+    return low, beta ** (1 / a) * (1 + (4 + beta.log().abs() / a) * U)
+
+
+def _definite(pair: _Pair) -> Tensor:
+    """Return whether A, and every matrix within ``A_error`` of it, is proven positive definite, as X is in `_factor`."""
+    trace = pair.A.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
+    delta = 2 * gamma(pair.A.shape[-1] + 2) * trace + pair.A_error
+    info: Tensor = torch.linalg.cholesky_ex(add_to_diagonal(pair.A.clone(), -delta * (1 + 4 * U))).info
+    return info == 0
 
 
 def _similar(pair: _Pair, C: Bounded, a: int, b: int) -> Bounded:
@@ -276,19 +298,19 @@ def _similar(pair: _Pair, C: Bounded, a: int, b: int) -> Bounded:
         W = C if a == 1 else power(C @ C.mT, (a - 1) // 2) @ C
     V = W if b == 1 else power(A, b // 2) @ W
     S = V.mT @ (A @ V) if b % 2 else V.mT @ V
-    return Bounded(symmetric_part(S.value), S.error)
+    return Bounded(symmetric_part(S.value), S.error + U * frobenius(S.value))
 
 
 def _extreme_eigenvalues(S: Bounded) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bounds alpha, beta with ``alpha I <= S <= beta I``, and whether alpha is positive and all is finite.
+    """Return bounds alpha, beta with ``alpha I <= S <= beta I``, and whether alpha is positive.
 
-    ``eigvalsh`` is backward stable: its eigenvalues are off by at most a modest multiple of ``u ||S||``, for which
+    Values so extreme that a norm on the way may have underflowed are refused. ``eigvalsh`` is backward stable: its eigenvalues are off by at most a modest multiple of ``u ||S||``, for which
     ``4 n u ||S||_F`` stands.
     """
     eigenvalues = spectrum(S.value)
     slop = S.error + 4 * S.value.shape[-1] * U * frobenius(S.value)
     alpha, beta = eigenvalues[..., 0] - slop, eigenvalues[..., -1] + slop
-    return alpha, beta, (alpha > 0) & torch.isfinite(beta)
+    return alpha, beta, (alpha > 1 / LARGEST) & (beta < LARGEST)
 
 
 def _weighted_gap(S: Bounded, C: Bounded, alpha: Tensor, even: bool) -> Tensor:
@@ -297,7 +319,7 @@ def _weighted_gap(S: Bounded, C: Bounded, alpha: Tensor, even: bool) -> Tensor:
     For the S of even a that norm is ``||C^T (I - S^{-1}) C||``, for odd a, whose S is the same one rotated, ``||C (I - S^{-1}) C^T||``.
     """
     n = S.value.shape[-1]
-    D = Bounded(add_to_diagonal(S.value.clone(), -1.0), S.error + U * frobenius(S.value))
+    D = Bounded(add_to_diagonal(S.value.clone(), -1.0), S.error + U * (frobenius(S.value) + n**0.5))
     F = C if even else C.mT
     DF = D @ F
     N = F.mT @ DF
@@ -348,7 +370,7 @@ def _estimate(pair: _Pair, p: Fraction, generator: torch.Generator | None) -> Ce
     """
     a, b = p.as_integer_ratio()
     factor = FAILURE ** (-1 / _PROBES) * math.sqrt(2 / math.pi)
-    V = start_vectors(_PROBES, pair.A, generator).expand(pair.A.shape[0], -1, -1)
+    V = start_vectors(_PROBES, pair.A, generator, seed=_PROBE_SEED).expand(pair.A.shape[0], -1, -1)
     error = torch.zeros(V.shape[:-1], dtype=V.dtype, device=V.device)
     first = eta = torch.full_like(pair.A_error, torch.inf)
     for q in range(1, _PROBE_STEPS + 1):
@@ -358,7 +380,7 @@ def _estimate(pair: _Pair, p: Fraction, generator: torch.Generator | None) -> Ce
         if q == 1:
             first = factor * largest
     eta = torch.fmin(first, (factor * largest) ** (1 / _PROBE_STEPS)) * (1 + 8 * U)
-    low, high = (1 - eta).clamp_min(0.0) ** (1 / a) * (1 - 4 * U), (1 + eta) ** (1 / a) * (1 + 4 * U)
+    low, high = _roots_outwards((1 - eta).clamp_min(1 / LARGEST), 1 + eta, a)
     root_norm = (norm_from_below(pair.X) - pair.X_error).clamp_min(0.0) / high
     A_norm = frobenius(pair.A) * (1 + 2 * pair.A.shape[-1] * U) + pair.A_error
     spread = pair.X_error * A_norm ** (b / a)

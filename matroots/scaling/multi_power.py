@@ -60,13 +60,13 @@ def check_options(steps: int, vectors: int, safety: float, dtype: torch.dtype | 
         raise ValueError(f"dtype: expected torch.float16, torch.bfloat16 or None, got {dtype!r}")
 
 
-def start_vectors(k: int, A: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def start_vectors(k: int, A: Tensor, generator: torch.Generator | None = None, seed: int = 0) -> Tensor:
     """Return k Gaussian start vectors as rows, ``(k, n)``: the same on every call unless ``generator`` is given.
 
     All members of all chunks of a batch share them, so that no answer depends on batch-mates.
     """
     if generator is None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator().manual_seed(seed)
     V = torch.randn(k, A.shape[-1], generator=generator, device=generator.device)
     return V.to(device=A.device, dtype=A.dtype)
 
