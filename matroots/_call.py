@@ -142,14 +142,15 @@ def inv_root(
         max_batch=max_batch,
         generator=generator,
     )
-    _raise_or_warn(result, float(p))
+    _raise_or_warn(result, float(p), stacklevel=3)
     return result.root
 
 
 def root(A: Tensor, p: float | Fraction, **keywords: Unpack[Keywords]) -> Tensor:
     """Return ``(A + eps I)^{1/p}`` of each member of a batch: a tensor like A, symmetric.
 
-    A may be singular: rows that are exactly zero stay zero, and "evd" takes any positive semidefinite A. "ndb" has this
+    A may be singular: rows that are exactly zero stay zero for every method, and "evd" takes any positive semidefinite A,
+    which the iterations need not survive. "ndb" has this
     root as its other iterate, "cn" computes it as ``A X^{p-1}`` from ``X = A^{-1/p}``.
     Keywords, errors and warnings are those of :func:`inv_root`, but ``tol`` bounds the solver's residual, which "auto"
     has none of.
@@ -185,7 +186,7 @@ def _solve_or_raise(want: Want, A: Tensor, p: float | Fraction, keywords: Keywor
     if options.tol != options.solver_tol:
         raise ValueError('tol: method "auto" certifies inverse roots only; name a method, or drop tol')
     result, other = solve(A, options, want)
-    _raise_or_warn(result, float(options.p))
+    _raise_or_warn(result, float(options.p), stacklevel=4)
     return result._replace(root=_undifferentiable(A, result.root)), _undifferentiable(A, other)
 
 
@@ -199,7 +200,7 @@ def _with_certificate(A: Tensor, result: InvRoot, options: Options, keep: bool) 
     return result._replace(status=status, certificate=certificate if keep else None)
 
 
-def _raise_or_warn(result: InvRoot, p: float) -> None:
+def _raise_or_warn(result: InvRoot, p: float, stacklevel: int) -> None:
     """Raise for members without a usable root, else warn once for those that are less accurate than asked for."""
     codes = result.status.flatten().tolist()
     kinds = [Status(code) for code in sorted(set(codes))]
@@ -214,7 +215,9 @@ def _raise_or_warn(result: InvRoot, p: float) -> None:
         advice = (
             _sentence(kind, members[kind], batch, advise(result, members[kind], kind, p)) for kind in late
         )
-        warnings.warn("root less accurate than asked for: " + "; ".join(advice), RootWarning, stacklevel=3)
+        warnings.warn(
+            "root less accurate than asked for: " + "; ".join(advice), RootWarning, stacklevel=stacklevel
+        )
 
 
 def _sentence(kind: Status, members: list[int], batch: tuple[int, ...], advice: str) -> str:

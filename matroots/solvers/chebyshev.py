@@ -25,6 +25,7 @@ from matroots.solvers._problem import Problem, Solution, refuse_fixed
 
 Coefficients = npt.NDArray[np.float64]
 DEFAULT_MAX_DEGREE = 1000
+_LOOSEST = 0.5  # relative error up to which a polynomial of too low a degree still resembles the function
 _RUNG = 4.0  # floors are tried at powers of 1/4: the degree is then at most twice what the exact floor needs
 
 
@@ -62,37 +63,50 @@ class Chebyshev:
     def solve(self, problem: Problem) -> Solution:
         """Evaluate one polynomial per floor: members whose floors agree share it."""
         A, p = problem.A, float(problem.p)
-        b = A.shape[0]
         signs = {"inverse": (-1,), "root": (1,), "pair": (-1, 1)}[problem.want]
         roots = {sign: torch.empty_like(A) for sign in signs}
-        error = torch.zeros(b, dtype=wide(A.device), device=A.device)
-        degrees = torch.zeros(b, dtype=torch.int64, device=A.device)
-        status = torch.zeros(b, dtype=torch.int32, device=A.device)
+        error = torch.zeros(A.shape[0], dtype=wide(A.device), device=A.device)
+        degrees = torch.zeros_like(error, dtype=torch.int64)
+        reached = torch.ones_like(error, dtype=torch.bool)
         floors, covered = self._floors(problem)
-        for floor, members in floors:
-            part = A[members]
+        for proven, members in floors:
             for sign, root in roots.items():
-                target = _target(problem, p, sign, floor)
-                degree: int = self.degree or smallest_degree(p, sign, floor, target, _limit(problem))
-                root[members] = clenshaw(part, series(p, sign, floor)[: degree + 1], floor, problem.multiply)
+                degree, floor, enough = self._polynomial(problem, p, sign, proven)
+                c = series(p, sign, floor)[: degree + 1]
+                root[members] = clenshaw(A[members], c, floor, problem.multiply)
                 error[members] = error[members].clamp_min(relative_error(p, sign, floor, degree))
                 degrees[members] += degree
-                if tail(p, sign, floor, degree) > target:
-                    status[members] = int(Status.MAX_STEPS)
-        residual = torch.expm1(p * torch.log1p(error)) + problem.precision_limit
-        residual = torch.where(covered, residual, residual.clamp_min(1.0))
+                reached[members] &= enough
+                covered[members] &= floor <= proven
+        # the same relative error in every eigenvalue at worst: sqrt(n) in the Frobenius norm
+        residual = A.shape[-1] ** 0.5 * torch.expm1(p * torch.log1p(error)) + problem.precision_limit
+        status = torch.where(reached & covered, int(Status.CONVERGED), int(Status.MAX_STEPS))
         if problem.tol is not None:
-            missed = (status == int(Status.CONVERGED)) & (residual > problem.tol)
-            status = torch.where(missed, int(Status.STAGNATED), status).to(torch.int32)
+            status = torch.where((status == 0) & (residual > problem.tol), int(Status.STAGNATED), status)
         return Solution(
             inverse=roots.get(-1),
             root=roots.get(1),
-            status=torch.where(covered, status, int(Status.MAX_STEPS)).to(torch.int32),
+            status=status.to(torch.int32),
             steps=degrees,
-            residual=residual,
-            history=residual.new_empty(b, 0),
+            residual=torch.where(covered, residual, residual.clamp_min(A.shape[-1] ** 0.5)),
+            history=residual.new_empty(A.shape[0], 0),
             matmuls=(degrees - len(roots)).clamp_min(0),
         )
+
+    def _polynomial(self, problem: Problem, p: float, sign: int, floor: float) -> tuple[int, float, bool]:
+        """Return the degree, the floor it is used with, and whether its error is as small as was aimed at.
+
+        A degree too low for the floor oscillates through zero near 1. Then the floor is raised, unless it was given:
+        what lies below is undershot, as by damping, and reported.
+        """
+        target = _target(problem, p, sign, floor)
+        limit = DEFAULT_MAX_DEGREE if problem.max_steps is None else problem.max_steps
+        degree = self.degree or smallest_degree(p, sign, floor, target, limit)
+        enough = tail(p, sign, floor, degree) <= target
+        if self.floor is None:
+            while floor * _RUNG < 1 and relative_error(p, sign, floor, degree) > _LOOSEST:
+                floor *= _RUNG
+        return degree, floor, enough
 
     def _floors(self, problem: Problem) -> tuple[list[tuple[float, Tensor | slice]], Tensor]:
         """Return (floor, members) for each floor in use, and whether each member's spectrum lies above its floor."""
@@ -114,16 +128,14 @@ class Chebyshev:
 def _target(problem: Problem, p: float, sign: int, floor: float) -> float:
     """Return the absolute error of the series that is aimed at.
 
-    Without a tolerance, ``u`` times the largest value that the function takes; with one, the tolerance on
-    ``(1 + e)^p - 1``, e relative to the smallest value.
+    Without a tolerance, ``u`` times the largest value that the function takes; with one, what keeps
+    ``sqrt(n) ((1 + e)^p - 1)`` below it, e relative to the smallest value.
     """
     if problem.tol is None:
         return problem.unit_roundoff * max(1.0, math.pow(floor, sign / p))
-    return problem.tol / p * min(1.0, math.pow(floor, sign / p))
-
-
-def _limit(problem: Problem) -> int:
-    return DEFAULT_MAX_DEGREE if problem.max_steps is None else problem.max_steps
+    room = max(problem.tol - problem.precision_limit, problem.tol / 2)
+    relative = math.expm1(math.log1p(room / problem.A.shape[-1] ** 0.5) / p)
+    return relative * min(1.0, math.pow(floor, sign / p))
 
 
 def exceeds(A: Tensor, floor: Tensor) -> Tensor:
@@ -145,9 +157,8 @@ def first_rung(A: Tensor, deepest: int) -> Tensor:
     return high
 
 
-def clenshaw(A: Tensor, coefficients: Coefficients, floor: float, multiply: Product) -> Tensor:
+def clenshaw(A: Tensor, c: tuple[float, ...], floor: float, multiply: Product) -> Tensor:
     """Return ``sum_k c_k T_k(t(A))`` for symmetric A with spectrum in [floor, 1]; ``len(c) - 2`` products."""
-    c = [float(value) for value in coefficients]
     T = add_to_diagonal(A * (2.0 / (1.0 - floor)), -(1.0 + floor) / (1.0 - floor))
     if len(c) == 1:
         return add_to_diagonal(torch.zeros_like(T), c[0])
@@ -173,8 +184,8 @@ _U = np.finfo(np.float64).eps / 2
 
 
 @lru_cache(maxsize=256)
-def series(p: float, sign: int, floor: float) -> Coefficients:
-    """Return the Chebyshev coefficients of ``x^{sign/p}`` on [floor, 1], float64, by interpolation (DCT-II).
+def series(p: float, sign: int, floor: float) -> tuple[float, ...]:
+    """Return the Chebyshev coefficients of ``x^{sign/p}`` on [floor, 1], in float64, by interpolation (DCT-II).
 
     They fall like ``((1 + sqrt(f))/(1 - sqrt(f)))^-k`` (Trefethen, Approximation Theory, theorem 8.2): twice as many points
     as bring them down to ``u/64`` are used, at most 8192. What is left below ``u/8`` of the largest value is rounding noise.
@@ -189,8 +200,7 @@ def series(p: float, sign: int, floor: float) -> Coefficients:
     coefficients: Coefficients = dct(values, type=2) / points
     coefficients[0] /= 2
     coefficients[np.abs(coefficients) < _U / 8 * values.max()] = 0.0
-    coefficients.setflags(write=False)
-    return coefficients
+    return tuple(coefficients.tolist())
 
 
 def tail(p: float, sign: int, floor: float, degree: int) -> float:

@@ -57,9 +57,11 @@ class CoupledNewton:
         outcome = iterate(iterates, problem, self.steps, p, problem.tol)
         (X,) = outcome.roots
         matmuls, root = outcome.matmuls, None
-        if problem.want != "inverse":
-            powers = raise_to(X, p - 1, problem.multiply) if p > 1 else []
-            root = problem.multiply(original, powers[-1], torch.empty_like(X)) if powers else original
+        if problem.want != "inverse" and p == 1:
+            root = original
+        elif problem.want != "inverse":
+            powers = raise_to(X, p - 1, problem.multiply)
+            root = problem.multiply(original, powers[-1], torch.empty_like(X))
             matmuls = matmuls + len(powers)
         return Solution(
             inverse=None if problem.want == "root" else X,
@@ -103,8 +105,8 @@ class NewtonIterates:
             self.spent += 1
         self._old_X, self.X = self.X, new_X
         powers = raise_to(self.Q, self.p, self.multiply)
-        self.multiply(powers[-1] if powers else self.Q, self.M, self._old_M)
-        self.spent += len(powers) + 1
+        self.multiply(powers[-1], self.M, self._old_M)
+        self.spent += len(powers)
         self._old_M, self.M = self.M, self._old_M
 
     def last(self, members: Tensor | None) -> Roots:
@@ -135,8 +137,8 @@ class NewtonIterates:
 
 
 def raise_to(Q: Tensor, power: int, multiply: Product) -> list[Tensor]:
-    """Return the new powers of Q along a shortest addition chain; the last one is ``Q^power`` (none for 1)."""
+    """Return Q and the powers of it along a shortest addition chain, one product each; the last is ``Q^power``."""
     powers = [Q]
     for i, j in addition_chain(power):
         powers.append(multiply(powers[i], powers[j], torch.empty_like(Q)))
-    return powers[1:]
+    return powers
