@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -53,3 +55,21 @@ def test_a_step_is_its_products_and_fused_scalings(make: Any, p: int, products: 
     allowed = {"aten.mul.out", "aten.empty_like.default", "aten.empty.memory_format"}
     assert {name: count for name, count in spent.items() if name not in allowed} == products
     assert spent.get("aten.mul.out", 0) == (1 if isinstance(make(9), CoupledNewton) else 0)
+
+
+def test_memory_is_the_output_and_a_few_chunks() -> None:
+    """512 MiB of input: the process grows by its output and little else, not by several copies of the batch."""
+    script = """
+import resource, sys, torch, matroots
+A = torch.eye(256).expand(2048, 256, 256)
+matroots.inv_root_ex(A[:8], 2, method=sys.argv[1], max_batch=8)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+result = matroots.inv_root_ex(A, 2, method=sys.argv[1], max_batch=8, certify=True)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+    for method in ("cn", "chebyshev"):
+        run = subprocess.run(
+            [sys.executable, "-c", script, method], capture_output=True, text=True, check=True
+        )
+        growth = float(run.stdout)  # MiB: the roots, 512, and chunks of 2, in the certificate's fp64 of 4
+        assert growth < 1.5 * 512

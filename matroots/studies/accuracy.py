@@ -232,7 +232,7 @@ def _plots(rows: Sequence[Row], scaling: str) -> list[Plot]:
         ),
         _plot(
             "accuracy-time",
-            f"Time against error ({scaling} scaling)",
+            f"Time against error, one row of points per size ({scaling} scaling)",
             "Each point is one matrix, at the time per matrix of its batch: one row of points per size. Left and low is"
             " better.",
             good,
