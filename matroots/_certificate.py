@@ -116,15 +116,16 @@ def certify(
         )
     check_count("max_batch", max_batch)
     eps, relative = absolute_damping(damping, A), check_number("rel_damping", rel_damping)
-    parts = []
-    for start in range(0, eps.shape[0] if A.numel() else 0, max_batch or max(eps.shape[0], 1)):
-        members = slice(start, start + (max_batch or eps.shape[0]))
-        flat, other = (members_of(M.detach(), start, members.stop - start) for M in (A, X))
+    whole = _vacuous(eps)
+    size = max_batch or max(eps.shape[0], 1)
+    for start in range(0, eps.shape[0] if A.numel() else 0, size):
+        members = slice(start, start + size)
+        flat, other = (members_of(M.detach(), start, size) for M in (A, X))
         total = eps[members] + relative * lambda_bound(flat) if relative else eps[members]
-        parts.append(_certified(flat, other, total, fraction, kind, generator))
-    joined = (torch.cat(fields) for fields in zip(*(parts or [_vacuous(eps)]), strict=True))
-    certificate = _settled(Certificate(*joined), slack)
-    return Certificate(*(_returned(field, A) for field in certificate))
+        part = _settled(_certified(flat, other, total, fraction, kind, generator), slack)
+        for field, value in zip(whole, part, strict=True):
+            field[members] = value
+    return Certificate(*(field.reshape(A.shape[:-2]) for field in whole))
 
 
 def _certified(
@@ -145,15 +146,10 @@ def _certified(
     )
 
 
-def _returned(field: Tensor, A: Tensor) -> Tensor:
-    dtype = wide(A.device) if field.is_floating_point() else field.dtype
-    return field.reshape(A.shape[:-2]).to(A.device, dtype)
-
-
 def _vacuous(eps: Tensor) -> Certificate:
     """The certificate of matrices without entries, one for each element of ``eps``."""
-    zero, yes = torch.zeros_like(eps), torch.ones_like(eps, dtype=torch.bool)
-    return Certificate(zero + 1, zero + 1, zero, zero, yes, yes)
+    one, yes = torch.ones_like(eps), torch.ones_like(eps, dtype=torch.bool)
+    return Certificate(one, one.clone(), 0 * one, 0 * one, yes, yes.clone())
 
 
 def _settled(certificate: Certificate, slack: float) -> Certificate:

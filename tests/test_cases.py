@@ -1259,6 +1259,17 @@ def test_roots_are_symmetric_exactly(row, p, dtype):
 
 
 @each_case
+def test_the_symmetric_part_is_taken_of_both_triangles(row, p):
+    """A and its transpose have the same symmetric part, so the same root, bit by bit: neither triangle is preferred."""
+    noise = torch.randn(7, 7, dtype=FP64, generator=torch.Generator().manual_seed(1)) * 1e-15
+    A = spd(7, 10.0, seed=5) + noise
+    assert not torch.equal(A, A.mT)
+    X = matroots.inv_root(A, p, method=row.method)
+    assert torch.equal(X, matroots.inv_root(A.mT, p, method=row.method))
+    assert torch.equal(X, matroots.inv_root((A + A.mT) / 2, p, method=row.method))
+
+
+@each_case
 def test_antisymmetric_parts(row, p):
     """Rounding is averaged out; more than that is refused by every method alike, never read as one triangle."""
     A = spd(6, seed=31)
