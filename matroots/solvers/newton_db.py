@@ -16,7 +16,7 @@ from torch import Tensor
 
 from matroots._arguments import check_count
 from matroots._exponent import Exponent, as_integer
-from matroots._products import Product, add_to_diagonal, frobenius, symmetric_part
+from matroots._products import Product, add_to_diagonal, frobenius
 from matroots._result import Status
 from matroots.solvers._coupled import Outcome, Roots, iterate, select
 from matroots.solvers._problem import Problem, Solution, Want, refuse_fixed
@@ -64,7 +64,7 @@ class NewtonDB:
             want: Want = problem.want if stage == stages - 1 else "root"
             outcome = iterate(SquareRootIterates(A, want, problem.multiply), problem, self.steps, 2, tol)
             outcomes.append(outcome)
-            A = symmetric_part(outcome.roots[0])
+            A = outcome.roots[0]
         return _combined(outcomes, problem)
 
 
