@@ -408,6 +408,17 @@ def test_a11_a_factor_with_few_rows_in_use(row, p, dense):
     assert result.root[~torch.isin(torch.arange(n), rows)][:, rows].abs().max() <= 1e-4 * eps ** (-1 / p)
 
 
+@pytest.mark.parametrize("p", [2, 4])
+def test_a12_evd_amplifies_by_no_more_than_the_damping_allows(p):
+    """fp32 eigenvalues of a rank-2 matrix scatter around zero by more than eps: none may be taken as below eps."""
+    for seed in range(5):
+        B = torch.randn(16, 2, generator=torch.Generator().manual_seed(seed))
+        eps = 1e-6
+        assert torch.linalg.eigvalsh(B @ B.mT).amin() < 0
+        X = matroots.inv_root(B @ B.mT, p, method="evd", damping=eps)
+        assert torch.linalg.eigvalsh(X.double()).amax() <= eps ** (-1 / p) * (1 + 1e-5)
+
+
 @each_pair
 @square_and_fourth
 def test_a12_eigenvalues_that_rounding_made_negative(row, scaling, p):
