@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -47,14 +47,15 @@ def check_number(name: str, value: object, *, positive: bool = False) -> float:
     return number
 
 
-def check_count(name: str, value: object) -> None:
-    """Raise unless ``value`` is None or an integer of at least 1."""
-    if value is None:
+def check_count(name: str, value: object, *, optional: bool = True) -> None:
+    """Raise unless ``value`` is an integer (numpy's count) of at least 1, or None where that is allowed."""
+    if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an integer or None, got {type(value).__name__}")
+    or_none = " or None" if optional else ""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: expected an integer{or_none}, got {type(value).__name__}")
     if value < 1:
-        raise ValueError(f"{name}: expected an integer >= 1 or None, got {value}")
+        raise ValueError(f"{name}: expected an integer >= 1{or_none}, got {value}")
 
 
 def absolute_damping(damping: object, A: Tensor) -> Tensor:

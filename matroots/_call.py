@@ -12,6 +12,7 @@ from torch import Tensor
 
 from matroots._arguments import check_matrices
 from matroots._certificate import certify as certify_root
+from matroots._certificate import rational_exponent
 from matroots._options import Keywords, Options, resolve_options
 from matroots._result import InvRoot, RootError, RootWarning, Status, advise, member_name
 from matroots._solve import solve
@@ -59,7 +60,7 @@ def inv_root_ex(
         damping: absolute, in the units of A; a number or a tensor that broadcasts to the batch shape, ``>= 0``.
         rel_damping: relative to :func:`lambda_bound` of A, ``>= 0``.
         tol: bound on the residual ``||I - A X^p||_F`` of the solver; for "auto" on the certified relative error, which
-            it then computes. None: as far as the precision goes.
+            it then computes; "evd" has none. None: as far as the precision goes.
         max_steps: limit on the steps of "cn" and of each square root of "ndb" (60), or the degree of "chebyshev" (1000).
         matmul_dtype: ``torch.float16`` or ``torch.bfloat16``: operands of products are rounded to it and summed in fp32.
             Not for "evd".
@@ -93,10 +94,12 @@ def inv_root_ex(
         max_batch=max_batch,
         generator=generator,
     )
+    if certify or options.certified_tol is not None:
+        rational_exponent(p)  # refuse before the work what could not be certified after it
     result, _ = solve(A, options, "inverse")
-    if certify or options.tol != options.solver_tol:
+    if certify or options.certified_tol is not None:
         result = _with_certificate(A, result, options, certify)
-    return result._replace(root=_undifferentiable(A, result.root))
+    return result._replace(root=_undifferentiable(A, damping, result.root))
 
 
 def inv_root(
@@ -183,19 +186,21 @@ def _solve_or_raise(want: Want, A: Tensor, p: float | Fraction, keywords: Keywor
         raise TypeError(f"{unknown[0]}: no such keyword; expected some of {sorted(Keywords.__annotations__)}")
     check_matrices(A, "A")
     options = resolve_options(A, p, **keywords)
-    if options.tol != options.solver_tol:
+    if options.certified_tol is not None:
         raise ValueError('tol: method "auto" certifies inverse roots only; name a method, or drop tol')
     result, other = solve(A, options, want)
     _raise_or_warn(result, float(options.p), stacklevel=4)
-    return result._replace(root=_undifferentiable(A, result.root)), _undifferentiable(A, other)
+    eps = keywords.get("damping")
+    root_side = _undifferentiable(A, eps, other)
+    return result._replace(root=_undifferentiable(A, eps, result.root)), root_side
 
 
 def _with_certificate(A: Tensor, result: InvRoot, options: Options, keep: bool) -> InvRoot:
     """Certify the roots against the damping that was used; hold "auto" to its tolerance on the certified error."""
     certificate = certify_root(A, result.root, options.p, damping=result.damping, max_batch=options.max_batch)
     status = result.status
-    if options.tol is not None and options.solver_tol is None:
-        missed = (status == int(Status.CONVERGED)) & ~(certificate.relative_error <= options.tol)
+    if options.certified_tol is not None:
+        missed = (status == int(Status.CONVERGED)) & ~(certificate.relative_error <= options.certified_tol)
         status = torch.where(missed, int(Status.STAGNATED), status).to(torch.int32)
     return result._replace(status=status, certificate=certificate if keep else None)
 
@@ -231,18 +236,19 @@ class _Undifferentiable(torch.autograd.Function):
     """Hands the root through, and raises in the backward pass instead of returning a wrong or missing gradient."""
 
     @staticmethod
-    def forward(ctx: Any, A: Tensor, root: Tensor) -> Tensor:
+    def forward(ctx: Any, A: Tensor, damping: object, root: Tensor) -> Tensor:
         return root.view_as(root)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> None:
         raise NotImplementedError(
             "matroots: roots are not differentiable yet; pass A.detach() if no gradient is wanted"
         )
 
 
-def _undifferentiable(A: Tensor, root: Tensor) -> Tensor:
-    if not (A.requires_grad and torch.is_grad_enabled()):
+def _undifferentiable(A: Tensor, damping: object, root: Tensor) -> Tensor:
+    wanted = A.requires_grad or (isinstance(damping, Tensor) and damping.requires_grad)
+    if not (wanted and torch.is_grad_enabled()):
         return root
-    apply: Callable[[Tensor, Tensor], Tensor] = _Undifferentiable.apply
-    return apply(A, root)
+    apply: Callable[[Tensor, object, Tensor], Tensor] = _Undifferentiable.apply
+    return apply(A, damping, root)

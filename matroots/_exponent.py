@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from fractions import Fraction
 from functools import cache
 from numbers import Rational, Real
@@ -10,18 +9,19 @@ from numbers import Rational, Real
 Exponent = Fraction | float
 """``Fraction`` whenever the caller's p is an integer or a rational; ``float`` for any other real."""
 
+LARGEST = 2**20  # beyond it a root of any float is 1 to single precision
 _LONGEST_SEARCHED = 256
 
 
 def parse_exponent(p: object) -> Exponent:
     """Return p as a ``Fraction`` (integers, rationals, integer-valued floats) or a ``float``.
 
-    Raises ``TypeError`` when p is no real number and ``ValueError`` when it is not finite or below 1.
+    Raises ``TypeError`` when p is no real number and ``ValueError`` when it is not in 1..2^20.
     """
     if isinstance(p, bool) or not isinstance(p, Real):
         raise TypeError(f"p: expected a real number >= 1, got {type(p).__name__}")
-    if not math.isfinite(float(p)) or p < 1:
-        raise ValueError(f"p: expected a finite number >= 1, got {p}")
+    if p < 1 or not p <= LARGEST:
+        raise ValueError(f"p: expected a number from 1 to {LARGEST}, got {p}")
     if isinstance(p, Rational):
         return Fraction(int(p.numerator), int(p.denominator))
     value = float(p)

@@ -40,8 +40,8 @@ class Options:
     scaling: Scaling
     damping: Tensor
     rel_damping: float
-    tol: float | None
     solver_tol: float | None
+    certified_tol: float | None  # what method "auto" holds the certified error to
     max_steps: int | None
     matmul_dtype: torch.dtype | None
     max_batch: int | None
@@ -68,11 +68,11 @@ def resolve_options(
     solver = _resolve("method", method, {**SOLVERS, "auto": EVD}, "solve")
     if method == "auto" and max_steps is not None:
         raise ValueError('max_steps: method "auto" chooses its own work; name a method, or drop max_steps')
-    is_auto = isinstance(method, str) and method == "auto"
     tol = None if tol is None else check_number("tol", tol, positive=True)
     check_count("max_steps", max_steps)
     check_count("max_batch", max_batch)
-    solver.check(exponent, tol, max_steps)
+    solver_tol, certified_tol = (None, tol) if method == "auto" else (tol, None)
+    solver.check(exponent, solver_tol, max_steps)
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: expected torch.Generator or None, got {type(generator).__name__}")
     return Options(
@@ -81,13 +81,13 @@ def resolve_options(
         scaling=_resolve("scaling", "multi_power" if scaling is None else scaling, SCALINGS, "estimate"),
         damping=absolute_damping(damping, A),
         rel_damping=check_number("rel_damping", rel_damping),
-        tol=tol,
-        solver_tol=None if is_auto else tol,
+        solver_tol=solver_tol,
+        certified_tol=certified_tol,
         max_steps=max_steps,
         max_batch=max_batch,
         generator=generator,
         matmul_dtype=_matmul_dtype(matmul_dtype, solver),
-        compute_dtype=torch.float64 if A.dtype == torch.float64 and matmul_dtype is None else torch.float32,
+        compute_dtype=_compute_dtype(A.dtype, solver, matmul_dtype),
     )
 
 
@@ -100,6 +100,12 @@ def _resolve(name: str, value: Any, table: Mapping[str, Any], function: str) -> 
     if isinstance(value, type) or not hasattr(value, function):
         raise TypeError(f"{name}: expected one of {sorted(table)} or an instance, got {value!r}")
     return value
+
+
+def _compute_dtype(dtype: torch.dtype, solver: Solver, matmul_dtype: torch.dtype | None) -> torch.dtype:
+    if isinstance(solver, EVD) and solver.compute_dtype is not None:
+        return solver.compute_dtype
+    return torch.float64 if dtype == torch.float64 and matmul_dtype is None else torch.float32
 
 
 def _matmul_dtype(dtype: torch.dtype | None, solver: Solver) -> torch.dtype | None:

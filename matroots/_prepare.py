@@ -59,8 +59,9 @@ def prepare(A: Tensor, damping: Tensor, rel_damping: float, dtype: torch.dtype) 
     symmetric = frobenius(full.sub_(S)) <= asymmetry_tolerance(A) * size
     status = torch.where(symmetric, int(Status.CONVERGED), int(Status.INDEFINITE))
     status = torch.where(finite, status, int(Status.NONFINITE_INPUT)).to(torch.int32)
-    S = with_identity(S, status != int(Status.CONVERGED)).to(dtype)
+    S = with_identity(S, status != int(Status.CONVERGED))
     bound = norm_bound(S)
+    S = S.to(dtype)
     eps = torch.where(finite, rescaled(damping, -exponent), 0.0) + rel_damping * bound
     zero_rows = (S.abs().amax(-1) == 0) & (eps == 0).unsqueeze(-1)
     noise = rounding_tolerance(A, unit_roundoff(dtype)) * (bound + eps)
@@ -72,7 +73,7 @@ def prove_definite(prepared: Prepared, u_input: float, singular_fails: bool) -> 
 
     Rows that are exactly zero are decoupled from the rest by a positive diagonal entry; the root of the rest is
     unaffected, an inverse root does not exist (SINGULAR, if ``singular_fails``). A member that has no Cholesky factor
-    gets the smallest of a few shifts, up to ``noise``, that gives it one, or is INDEFINITE.
+    gets the smallest of a few shifts, up to about twice ``noise``, or is INDEFINITE.
     """
     A = prepared.A
     A.diagonal(dim1=-2, dim2=-1).add_(prepared.zero_rows.to(A.dtype), alpha=EMPTY_ROW)
@@ -94,7 +95,10 @@ def prove_definite(prepared: Prepared, u_input: float, singular_fails: bool) -> 
 
 
 def _shift(A: Tensor, failed: Tensor, prepared: Prepared, u_input: float) -> tuple[Tensor, Tensor]:
-    """Return the shift of each failed member, and whether none was enough."""
+    """Return the shift of each failed member, and whether none was enough.
+
+    Half of a shift must give a Cholesky factor: the other half then stands between zero and the smallest eigenvalue.
+    """
     u = unit_roundoff(A.dtype)
     finest = A.shape[-1] * u * (prepared.bound + prepared.damping)
     shift = torch.zeros_like(finest)
@@ -102,8 +106,8 @@ def _shift(A: Tensor, failed: Tensor, prepared: Prepared, u_input: float) -> tup
     while u_input > 4 * u:  # half-precision input: its rounding is coarser than that of the computation
         rungs.append(torch.minimum(finest * (4 * u / unit_roundoff(A.dtype)), prepared.noise))
         u *= 4
-    for rung in (*rungs, prepared.noise * 1.125):
-        trial = torch.where(failed, rung, 0.0)
+    for rung in (*rungs, prepared.noise * 2.25):
+        trial = torch.where(failed, rung / 2, 0.0)
         holds = torch.linalg.cholesky_ex(add_to_diagonal(A.clone(), trial)).info == 0
         shift = torch.where(failed & holds, rung, shift)
         failed = failed & ~holds

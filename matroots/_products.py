@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,27 +73,33 @@ def wide(device: torch.device) -> torch.dtype:
 class _Float32AsWritten:
     """Hold torch's global precision flags for float32 products at "ieee" while any solve is running.
 
-    The flags are global to the process, so solves in several threads share one hold: the first to enter
-    saves and sets, the last to leave restores, on any exit.
+    The flags are global to the process, so solves in several threads share one hold: the first to enter saves and
+    sets what is not "ieee" by itself, the last to leave restores, on any exit. A flag that had been inherited
+    ("none") goes back to being inherited.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders = 0
-        self._saved: tuple[str, str] = ("none", "none")
+        self._saved: list[tuple[Any, str]] = []
 
     def __enter__(self) -> None:
         with self._lock:
             if self._holders == 0:
-                self._saved = (_CUDA.fp32_precision, _CPU.fp32_precision)
-                _CUDA.fp32_precision = _CPU.fp32_precision = "ieee"
+                lowered = [flags for flags in (_CUDA, _CPU) if flags.fp32_precision not in ("ieee", "none")]
+                self._saved = [(flags, flags.fp32_precision) for flags in lowered]
+                for flags in lowered:
+                    flags.fp32_precision = "ieee"
             self._holders += 1
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
-                _CUDA.fp32_precision, _CPU.fp32_precision = self._saved
+                for flags, precision in self._saved:
+                    flags.fp32_precision = "none"
+                    if flags.fp32_precision != precision:
+                        flags.fp32_precision = precision
 
 
 _CUDA, _CPU = torch.backends.cuda.matmul, MkldnnModule.matmul

@@ -93,8 +93,9 @@ class InvRoot(NamedTuple):
         residual: float64, bound on the solver's own ``||I - A X^p||_F`` in exact arithmetic, for the X that
             is returned. It says that the iteration has converged, not that the root is right: iterates drift
             from A. NaN where the method computes none.
-        history: float64 ``(*, s)``, the residual after each step, NaN after a member's last one.
-        scale: float64, the estimate of the largest eigenvalue that the solver divided by.
+        history: float64 ``(*, s)``, the residual after each step, NaN after a member's last one. For "ndb" with p >= 4 it is
+            that of each square root in turn, which starts again near ``sqrt(n)``. Kept for DIVERGED members.
+        scale: float64, the estimate of the largest eigenvalue that the solver divided by; NaN where nothing was solved.
         bound: float64, :func:`matroots.lambda_bound` of the input.
         damping: float64, the eps of ``(A + eps I)^{-1/p}`` that was really used.
         matmuls: int64, products of ``n x n`` matrices spent on this member.

@@ -123,7 +123,8 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
             multiply=Product(options.matmul_dtype),
         )
     )
-    status = torch.where(prepared.status == int(Status.CONVERGED), solution.status, prepared.status)
+    unsolved = prepared.status != int(Status.CONVERGED)  # something else stood in its place
+    status = torch.where(unsolved, prepared.status, solution.status)
     roots = [
         _returned(root, scale, prepared, options.p, sign, A.dtype)
         for sign, root in ((-1, solution.inverse), (1, solution.root))
@@ -137,9 +138,9 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
         root.masked_fill_(failed.reshape(-1, 1, 1), torch.nan)
     diagnostics = {
         "status": status,
-        "steps": solution.steps.masked_fill(failed, 0),
+        "steps": solution.steps.masked_fill(unsolved, 0),
         "residual": solution.residual.masked_fill(failed, torch.nan),
-        "history": solution.history.masked_fill(failed.unsqueeze(-1), torch.nan),
+        "history": solution.history.masked_fill(unsolved.unsqueeze(-1), torch.nan),
         "matmuls": solution.matmuls + (options.scaling.matmuls if solver.needs_definite else 0),
     }
     return _Part(tuple(roots), diagnostics | _in_units_of_input(prepared, solution, scale))
@@ -175,9 +176,14 @@ def _returned(
 def _in_units_of_input(prepared: Prepared, solution: Solution, scale: Tensor) -> dict[str, Tensor]:
     """Return scale, bound and damping as the user measures them; NaN where the input has none."""
     meaningless = (prepared.status == int(Status.NONFINITE_INPUT)) | ~prepared.symmetric
+    unsolved = prepared.status != int(Status.CONVERGED)
     found = scale if solution.scale is None else scale * solution.scale
     eps = prepared.damping if solution.shift is None else prepared.damping + scale * solution.shift
     return {
-        name: rescaled(value, prepared.exponent).masked_fill(meaningless, torch.nan)
-        for name, value in (("scale", found), ("bound", prepared.bound), ("damping", eps))
+        name: rescaled(value, prepared.exponent).masked_fill(unknown, torch.nan)
+        for name, value, unknown in (
+            ("scale", found, unsolved),
+            ("bound", prepared.bound, meaningless),
+            ("damping", eps, meaningless),
+        )
     }

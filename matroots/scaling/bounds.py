@@ -40,6 +40,7 @@ def guarded(A: Tensor, estimate: Tensor, bound: Tensor, headroom: float) -> Tens
     leaves its interval) needs a proof that the estimate itself is a bound: ``s I - A`` has a Cholesky
     factor. Where it has none the bound is used.
     """
+    estimate = torch.where(estimate.isfinite(), estimate, bound)
     if headroom > 1.0:
         return torch.maximum(torch.minimum(estimate, bound), bound / headroom)
     gap = add_to_diagonal(-A, estimate)

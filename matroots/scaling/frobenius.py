@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from matroots._arguments import check_count
 from matroots._products import frobenius
 from matroots.scaling.bounds import inflation, square_bound
 
@@ -22,7 +23,8 @@ class Frobenius:
     order: int = 1
 
     def __post_init__(self) -> None:
-        if self.order not in (1, 2):
+        check_count("order", self.order, optional=False)
+        if self.order > 2:
             raise ValueError(f"order: expected 1 or 2, got {self.order!r}")
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from matroots._arguments import check_count, check_number
 from matroots._products import HALF_DTYPES, wide
 
 MAX_VECTORS = 32
@@ -49,12 +50,12 @@ class MultiPower:
 
 
 def check_options(steps: int, vectors: int, safety: float, dtype: torch.dtype | None) -> None:
-    """Raise ``ValueError`` for an option of a power iteration that is out of range."""
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"steps: expected an integer >= 1, got {steps!r}")
-    if not isinstance(vectors, int) or not 1 <= vectors <= MAX_VECTORS:
+    """Raise ``TypeError`` or ``ValueError`` for an option of a power iteration that is of no use."""
+    check_count("steps", steps, optional=False)
+    check_count("vectors", vectors, optional=False)
+    if vectors > MAX_VECTORS:
         raise ValueError(f"vectors: expected an integer in 1..{MAX_VECTORS}, got {vectors!r}")
-    if not 1.0 <= safety < float("inf"):
+    if check_number("safety", safety) < 1.0:
         raise ValueError(f"safety: expected a finite number >= 1, got {safety!r}")
     if dtype is not None and dtype not in HALF_DTYPES:
         raise ValueError(f"dtype: expected torch.float16, torch.bfloat16 or None, got {dtype!r}")
@@ -67,7 +68,7 @@ def start_vectors(k: int, A: Tensor, generator: torch.Generator | None = None, s
     """
     if generator is None:
         generator = torch.Generator().manual_seed(seed)
-    V = torch.randn(k, A.shape[-1], generator=generator, device=generator.device)
+    V = torch.randn(k, A.shape[-1], generator=generator, device=generator.device, dtype=torch.float32)
     return V.to(device=A.device, dtype=A.dtype)
 
 
@@ -80,9 +81,17 @@ def rayleigh(A: Tensor, V: Tensor, steps: int, dtype: torch.dtype | None = None)
     low = A if dtype is None else A.to(dtype).to(A.dtype)
     W = V.expand(A.shape[0], *V.shape).contiguous()
     for step in range(steps - 1):
-        if step % _RENORMALISE_EVERY == 0:
-            W /= torch.linalg.vector_norm(W, dim=-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
-        W = torch.bmm(W if dtype is None else W.to(dtype).to(W.dtype), low)
-    W /= torch.linalg.vector_norm(W, dim=-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
+        if dtype is not None:
+            W = _normalised(W).to(dtype).to(A.dtype)
+        elif step % _RENORMALISE_EVERY == 0:
+            W = _normalised(W)
+        W = torch.bmm(W, low)
+    W = _normalised(W)
     quotients = (torch.bmm(W, A) * W).sum(-1)
     return quotients.amax(-1).clamp_min(0.0).to(wide(A.device))
+
+
+def _normalised(W: Tensor) -> Tensor:
+    """Divide each row by its norm; rows that vanish stay."""
+    sizes: Tensor = torch.linalg.vector_norm(W, dim=-1, keepdim=True)
+    return W / sizes.clamp_min(torch.finfo(W.dtype).tiny)

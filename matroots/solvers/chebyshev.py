@@ -17,9 +17,9 @@ import torch
 from scipy.fft import dct
 from torch import Tensor
 
-from matroots._arguments import check_count
+from matroots._arguments import check_count, check_number
 from matroots._exponent import Exponent
-from matroots._products import Product, add_to_diagonal, wide
+from matroots._products import Product, add_to_diagonal, frobenius, wide
 from matroots._result import Status
 from matroots.solvers._problem import Problem, Solution, refuse_fixed
 
@@ -34,7 +34,7 @@ class Chebyshev:
     """Truncated Chebyshev series, ``method="chebyshev"``: any real p >= 1, ``degree - 1`` products.
 
     Args:
-        degree: of the polynomial; None takes the smallest that reaches ``tol``, at most ``max_steps`` (1000).
+        degree: of the polynomial, less where the terms are lost in rounding; None takes the smallest that reaches ``tol``, at most ``max_steps`` (1000).
         floor: lower end of the interval relative to the scale, in (0, 1); None finds, for each member, a proven one
             among the powers of 1/4 (and the damping). With degree and floor given nothing synchronises.
     """
@@ -44,7 +44,7 @@ class Chebyshev:
 
     def __post_init__(self) -> None:
         check_count("degree", self.degree)
-        if self.floor is not None and not 0 < self.floor < 1:
+        if self.floor is not None and not 0 < check_number("floor", self.floor) < 1:
             raise ValueError(f"floor: expected a number in (0, 1) or None, got {self.floor!r}")
 
     @property
@@ -62,33 +62,39 @@ class Chebyshev:
 
     def solve(self, problem: Problem) -> Solution:
         """Evaluate one polynomial per floor: members whose floors agree share it."""
-        A, p = problem.A, float(problem.p)
+        A, p, n = problem.A, float(problem.p), problem.A.shape[-1]
         signs = {"inverse": (-1,), "root": (1,), "pair": (-1, 1)}[problem.want]
         roots = {sign: torch.empty_like(A) for sign in signs}
         error = torch.zeros(A.shape[0], dtype=wide(A.device), device=A.device)
         degrees = torch.zeros_like(error, dtype=torch.int64)
-        reached = torch.ones_like(error, dtype=torch.bool)
+        reached, exploded = (
+            torch.ones_like(error, dtype=torch.bool),
+            torch.zeros_like(error, dtype=torch.bool),
+        )
         floors, covered = self._floors(problem)
         for proven, members in floors:
             for sign, root in roots.items():
                 degree, floor, enough = self._polynomial(problem, p, sign, proven)
                 c = series(p, sign, floor)[: degree + 1]
-                root[members] = clenshaw(A[members], c, floor, problem.multiply)
+                X = clenshaw(A[members], c, floor, problem.multiply)
+                # |T_k| <= 1 inside the interval; a norm beyond that has left it
+                exploded[members] |= ~(frobenius(X) <= 2 * n**0.5 * sum(map(abs, c)))
                 error[members] = error[members].clamp_min(relative_error(p, sign, floor, degree))
                 degrees[members] += degree
                 reached[members] &= enough
                 covered[members] &= floor <= proven
+                root[members] = X
         # the same relative error in every eigenvalue at worst: sqrt(n) in the Frobenius norm
-        residual = A.shape[-1] ** 0.5 * torch.expm1(p * torch.log1p(error)) + problem.precision_limit
+        residual = n**0.5 * torch.expm1(p * torch.log1p(error)) + problem.precision_limit
         status = torch.where(reached & covered, int(Status.CONVERGED), int(Status.MAX_STEPS))
         if problem.tol is not None:
             status = torch.where((status == 0) & (residual > problem.tol), int(Status.STAGNATED), status)
         return Solution(
             inverse=roots.get(-1),
             root=roots.get(1),
-            status=status.to(torch.int32),
+            status=status.masked_fill(exploded, int(Status.DIVERGED)).to(torch.int32),
             steps=degrees,
-            residual=torch.where(covered, residual, residual.clamp_min(A.shape[-1] ** 0.5)),
+            residual=torch.where(covered, residual, residual.clamp_min(n**0.5)),
             history=residual.new_empty(A.shape[0], 0),
             matmuls=(degrees - len(roots)).clamp_min(0),
         )
@@ -96,12 +102,17 @@ class Chebyshev:
     def _polynomial(self, problem: Problem, p: float, sign: int, floor: float) -> tuple[int, float, bool]:
         """Return the degree, the floor it is used with, and whether its error is as small as was aimed at.
 
-        A degree too low for the floor oscillates through zero near 1. Then the floor is raised, unless it was given:
-        what lies below is undershot, as by damping, and reported.
+        Terms that the precision of the products swallows are dropped from a degree that was given: they gain nothing
+        and grow fastest outside the interval. A degree too low for the floor oscillates through zero near 1: then the
+        floor is raised, unless it was given; what lies below is undershot, as by damping, and reported.
         """
         target = _target(problem, p, sign, floor)
         limit = DEFAULT_MAX_DEGREE if problem.max_steps is None else problem.max_steps
-        degree = self.degree or smallest_degree(p, sign, floor, target, limit)
+        if self.degree is None:
+            degree = smallest_degree(p, sign, floor, target, limit)
+        else:
+            swallowed = problem.unit_roundoff / 8 * max(1.0, math.pow(floor, sign / p))
+            degree = smallest_degree(p, sign, floor, swallowed, self.degree)
         enough = tail(p, sign, floor, degree) <= target
         if self.floor is None:
             while floor * _RUNG < 1 and relative_error(p, sign, floor, degree) > _LOOSEST:
@@ -109,14 +120,16 @@ class Chebyshev:
         return degree, floor, enough
 
     def _floors(self, problem: Problem) -> tuple[list[tuple[float, Tensor | slice]], Tensor]:
-        """Return (floor, members) for each floor in use, and whether each member's spectrum lies above its floor."""
-        A = problem.A
+        """Return (floor, members) for each floor in use, and whether each member's spectrum lies above its floor.
+
+        No floor is below 4 u: rounding the operands of a product alone moves eigenvalues of that size.
+        """
+        A, lowest = problem.A, 4.0 * problem.unit_roundoff
         if self.floor is not None:
-            proven = problem.floor >= self.floor
-            return [(self.floor, slice(None))], proven | exceeds(
-                A, torch.full_like(problem.floor, self.floor)
-            )
-        deepest = math.ceil(-math.log(problem.unit_roundoff, _RUNG))
+            floor = max(self.floor, lowest)
+            above = (problem.floor >= floor) | exceeds(A, torch.full_like(problem.floor, floor))
+            return [(floor, slice(None))], above
+        deepest = math.floor(-math.log(lowest, _RUNG))
         rung = first_rung(A, deepest)
         damped = torch.ceil(-torch.log(problem.floor) / math.log(_RUNG)).clamp(0, deepest + 1)
         rung = torch.minimum(rung, damped.to(rung.dtype)).clamp_min(1)
@@ -205,20 +218,24 @@ def series(p: float, sign: int, floor: float) -> tuple[float, ...]:
 
 def tail(p: float, sign: int, floor: float, degree: int) -> float:
     """Return ``sum_{k > degree} |c_k|``, a bound on the error of the truncated series."""
-    tails = _tails(p, sign, floor)
-    return float(tails[degree]) if degree < len(tails) else 0.0
+    return float(_tails(p, sign, floor)[degree])
 
 
 @lru_cache(maxsize=256)
 def _tails(p: float, sign: int, floor: float) -> Coefficients:
-    sizes = np.abs(series(p, sign, floor))
-    return np.append(np.cumsum(sizes[::-1])[::-1][1:], 0.0)
+    """Return ``sum_{k > d} |c_k|`` for each d, with the geometric remainder of a series that 8192 terms do not exhaust."""
+    sizes: Coefficients = np.abs(series(p, sign, floor))
+    tails: Coefficients = np.append(np.cumsum(sizes[::-1])[::-1][1:], 0.0)
+    if len(sizes) == _MAX_POINTS:
+        tails += sizes[-2:].max() / -math.expm1(-2.0 * math.atanh(math.sqrt(floor)))
+    return tails
 
 
 def smallest_degree(p: float, sign: int, floor: float, target: float, limit: int) -> int:
-    """Return the smallest degree in 1..limit whose tail is at most ``target``, or ``limit``."""
-    reached = int(np.argmax(_tails(p, sign, floor) <= target))
-    return max(1, min(reached, limit))
+    """Return the smallest degree in 1..limit whose tail is at most ``target``; all there is, up to ``limit``, if none is."""
+    tails = _tails(p, sign, floor)
+    needed = int(np.argmax(tails <= target)) if tails[-1] <= target else len(tails) - 1
+    return max(1, min(needed, limit))
 
 
 @lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from matroots._arguments import check_number
 from matroots._exponent import Exponent
 from matroots._products import add_to_diagonal, unit_roundoff, wide
 from matroots._result import Status
@@ -22,12 +23,13 @@ class EVD:
     """``torch.linalg.eigh``, ``method="evd"``: any real p >= 1.
 
     Args:
-        compute_dtype: ``torch.float32`` or ``torch.float64`` for the decomposition; None: float64 for float64
+        compute_dtype: ``torch.float32`` or ``torch.float64`` for everything, damping included; None: float64 for float64
             input, else float32. The output keeps the input's dtype.
         spectrum: what becomes of an eigenvalue l before the power is taken, eps being the damping.
 
             - ``"damp"``: ``l + eps``; a result in ``[-n u bound, 0]`` is rounding and is shifted just above zero, one
-              below makes the member INDEFINITE (the rule of all methods).
+              below makes the member INDEFINITE (the rule of all methods). One less than ``n u l_max`` below eps, u of
+              the compute dtype, is taken as eps.
             - ``"shift"``: ``l - min(l_min, 0) + eps``, as Distributed Shampoo does.
             - ``"abs"``: ``|l| + eps``. ``"clip"``: ``max(l, eps)``.
             - ``"pinv"``: ``l + eps``, but 0 in the result where ``l <= rtol l_max`` (pseudo-inverse).
@@ -46,7 +48,7 @@ class EVD:
             )
         if self.spectrum not in get_args(Spectrum):
             raise ValueError(f"spectrum: expected one of {get_args(Spectrum)}, got {self.spectrum!r}")
-        if self.rtol is not None and (self.spectrum != "pinv" or not 0 <= self.rtol < 1):
+        if self.rtol is not None and (self.spectrum != "pinv" or check_number("rtol", self.rtol) >= 1):
             raise ValueError(
                 f'rtol: expected a number in [0, 1) together with spectrum="pinv", got {self.rtol!r} with'
                 f" {self.spectrum!r}"
@@ -58,7 +60,11 @@ class EVD:
         return False
 
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
-        """Raise ``ValueError`` for ``max_steps``: there are none."""
+        """Raise ``ValueError`` for ``max_steps`` and ``tol``: there are no steps, and no residual."""
+        if tol is not None:
+            raise ValueError(
+                f'tol: method "evd" has no residual to bound, got {tol}; "auto" bounds the certified error'
+            )
         if max_steps is not None:
             raise ValueError(f'max_steps: method "evd" takes no steps, got {max_steps}; drop it')
 
@@ -69,19 +75,18 @@ class EVD:
     def solve(self, problem: Problem) -> Solution:
         """Compute ``Q f(lambda) Q^T`` for the powers that are wanted."""
         A = problem.A
-        dtype = self.compute_dtype or A.dtype
-        eigenvalues, Q, jitter, decomposed = eigh_with_ladder(A.to(dtype))
+        eigenvalues, Q, jitter, decomposed = eigh_with_ladder(A)
         eigenvalues = eigenvalues.to(wide(A.device))
         top = eigenvalues.abs().amax(-1)
-        kept, shift, status = self._treat(eigenvalues, problem, unit_roundoff(dtype))
+        kept, shift, status = self._treat(eigenvalues, problem, unit_roundoff(A.dtype))
         status = torch.where(decomposed, status, int(Status.DIVERGED)).to(torch.int32)
         power = 1.0 / float(problem.p)
         used = kept > 0
         inverse = root = None
         if problem.want != "root":
-            inverse = _reconstruct(Q, torch.where(used, kept, 1.0) ** -power * used).to(A.dtype)
+            inverse = _reconstruct(Q, torch.where(used, kept, 1.0) ** -power * used)
         if problem.want != "inverse":
-            root = _reconstruct(Q, kept**power).to(A.dtype)
+            root = _reconstruct(Q, kept**power)
         residual, matmuls = torch.full_like(top, torch.nan), 2 if problem.want == "pair" else 1
         each = torch.ones_like(status, dtype=torch.int64)
         return Solution(
@@ -105,7 +110,7 @@ class EVD:
         eps = problem.damping.unsqueeze(-1)
         smallest = eigenvalues.amin(-1)
         if self.spectrum in ("damp", "refuse"):
-            return self._refusing(eigenvalues, problem, smallest)
+            return self._refusing(eigenvalues, problem, smallest, u)
         none = torch.zeros_like(smallest)
         changed = torch.where(smallest < problem.damping, torch.nan, none)
         if self.spectrum == "shift":
@@ -123,22 +128,25 @@ class EVD:
         return kept, changed, torch.where(singular, int(Status.SINGULAR), int(Status.CONVERGED))
 
     def _refusing(
-        self, eigenvalues: Tensor, problem: Problem, smallest: Tensor
+        self, eigenvalues: Tensor, problem: Problem, smallest: Tensor, u: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         zero = problem.zero_rows.any(-1) | (smallest == 0)
         if problem.want != "inverse":
             zero = zero & (problem.want == "pair")
-        tolerance = problem.noise if self.spectrum == "damp" else torch.zeros_like(smallest)
+        tolerance = 1.125 * problem.noise if self.spectrum == "damp" else torch.zeros_like(smallest)
         status = torch.where(zero, int(Status.SINGULAR), int(Status.CONVERGED))
         status = torch.where(smallest < -tolerance, int(Status.INDEFINITE), status)
         if problem.want == "root":
             return eigenvalues.clamp_min(0.0), torch.zeros_like(smallest), status
         shift = torch.where(smallest <= 0, problem.noise / 8 - smallest, 0.0)
         kept = eigenvalues + shift.unsqueeze(-1)
-        # an eigenvalue just below eps belongs to one of A that rounding has made negative
-        eps, noise = problem.damping.unsqueeze(-1), problem.noise.unsqueeze(-1)
-        kept = torch.where((kept < eps) & (kept >= eps - noise), eps, kept)
-        return kept.clamp_min(0.0), shift, status
+        # an eigenvalue below eps by no more than eigh's own rounding belongs to one of A that is not negative
+        eps, rounding = (
+            problem.damping.unsqueeze(-1),
+            kept.shape[-1] * u * eigenvalues.abs().amax(-1, keepdim=True),
+        )
+        kept = torch.where((kept < eps) & (kept >= eps - rounding), eps, kept)
+        return kept.clamp_min(0.0), shift.masked_fill(status != int(Status.CONVERGED), 0.0), status
 
     def _pseudo(self, eigenvalues: Tensor, problem: Problem, u: float) -> tuple[Tensor, Tensor, Tensor]:
         n = eigenvalues.shape[-1]
