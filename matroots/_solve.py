@@ -110,19 +110,7 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     if solver.needs_definite:
         prepared = prove_definite(prepared, unit_roundoff(A.dtype), want != "root")
         scale = _scale(prepared, options)
-    solution = solver.solve(
-        Problem(
-            A=prepared.A.div_(scale.to(prepared.A.dtype).reshape(-1, 1, 1)),
-            p=options.p,
-            want=want,
-            damping=prepared.damping / scale,
-            noise=prepared.noise / scale,
-            zero_rows=prepared.zero_rows,
-            tol=options.solver_tol,
-            max_steps=options.max_steps,
-            multiply=Product(options.matmul_dtype),
-        )
-    )
+    solution = solver.solve(_problem(prepared, scale, options, want))
     unsolved = prepared.status != int(Status.CONVERGED)  # something else stood in its place
     status = torch.where(unsolved, prepared.status, solution.status)
     roots = [
@@ -144,6 +132,21 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
         "matmuls": solution.matmuls + (options.scaling.matmuls if solver.needs_definite else 0),
     }
     return _Part(tuple(roots), diagnostics | _in_units_of_input(prepared, solution, scale))
+
+
+def _problem(prepared: Prepared, scale: Tensor, options: Options, want: Want) -> Problem:
+    """Divide by the scale, in place."""
+    return Problem(
+        A=prepared.A.div_(scale.to(prepared.A.dtype).reshape(-1, 1, 1)),
+        p=options.p,
+        want=want,
+        damping=prepared.damping / scale,
+        noise=prepared.noise / scale,
+        zero_rows=prepared.zero_rows,
+        tol=options.solver_tol,
+        max_steps=options.max_steps,
+        multiply=Product(options.matmul_dtype),
+    )
 
 
 def _scale(prepared: Prepared, options: Options) -> Tensor:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from matroots.__main__ import main
+from matroots.studies import _cli
 from matroots.studies._inputs import InputError, default_matrices, load_matrices
 from matroots.studies._reference import reference
 from matroots.studies.convergence import newton_steps, predicted_steps
@@ -304,7 +305,7 @@ def write_bad(path: Path, kind: str) -> None:
         ("m.npz", "garbage", "cannot read"),
         ("m.pt", "garbage", "cannot read"),
         ("m.npz", "truncated", "cannot read"),
-        ("m.npz", "pickled", "allow_pickle"),
+        ("m.npz", "pickled", "numpy.savez"),
         ("m.npz", "no arrays", "at least one matrix"),
         ("m.npz", "nan", "name it .npy"),
         ("m.npy", "pickled", "name it .npz"),
@@ -394,3 +395,30 @@ def test_missing_extra_says_what_to_install(
 def test_a_failing_loader_names_its_argument(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--input: no such file"):
         load_matrices(tmp_path / "absent.npz")
+
+
+@pytest.mark.parametrize("size", [1e200, 1e-200])
+def test_a_dtype_that_cannot_hold_the_input_is_named_before_any_work(size, tmp_path, capsys):
+    np.save(tmp_path / "extreme.npy", size * np.eye(3))
+    out = tmp_path / "out"
+    assert main(["study", "--quick", "--input", str(tmp_path / "extreme.npy"), "--out", str(out)]) == 2
+    assert "--dtypes: float32 cannot hold matrix extreme" in capsys.readouterr().err
+    assert not out.exists()
+    arguments = ["--input", str(tmp_path / "extreme.npy"), "--dtypes", "float64", "--methods", "cn"]
+    assert main(["study", "accuracy", *arguments, "--out", str(out)]) == 0
+
+
+def test_a_link_to_nothing_is_no_folder(tmp_path, capsys):
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    assert main(["study", "--quick", "--out", str(tmp_path / "out")]) == 2
+    assert "a link to nothing" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_in_one_line(tmp_path, capsys, monkeypatch):
+    def interrupted(settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(_cli.STUDIES, "accuracy", (interrupted, ("cn",)))
+    assert main(["study", "accuracy", "--quick", "--methods", "cn", "--out", str(tmp_path / "out")]) == 130
+    assert capsys.readouterr().err.startswith("matroots: interrupted")
+    assert not (tmp_path / "out").exists()

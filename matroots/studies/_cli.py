@@ -15,7 +15,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from matroots.studies import accuracy, convergence, scaling, transfer
-from matroots.studies._inputs import InputError, default_matrices, load_matrices
+from matroots.studies._inputs import InputError, check_range, default_matrices, load_matrices
 from matroots.studies._report import (
     MissingExtraError,
     check_folder,
@@ -34,6 +34,7 @@ STUDIES = {
     "scaling": (scaling.run, scaling.METHODS),
 }
 Item = TypeVar("Item")
+INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 DEFAULT_SOURCE = "the recorded Shampoo factors"
 
 
@@ -45,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit code: 0, or 2 for an argument that cannot be used."""
+    """Run the command line; return its exit code: 0, 2 for an argument that cannot be used, 130 if interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = _parser().parse_args(arguments)
@@ -59,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (InputError, MissingExtraError) as error:
         sys.stderr.write(f"matroots: error: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("matroots: interrupted; the studies that were finished before are kept\n")
+        return INTERRUPTED
     return 0
 
 
@@ -84,8 +88,11 @@ def _threads(count: int) -> Iterator[None]:
 
 def _settings(options: argparse.Namespace) -> Settings:
     path: Path | None = options.input
+    matrices = default_matrices() if path is None else load_matrices(path)
+    for name in options.dtypes:
+        check_range(matrices, DTYPES[name])
     return Settings(
-        matrices=default_matrices() if path is None else load_matrices(path),
+        matrices=matrices,
         source=DEFAULT_SOURCE if path is None else path.name,
         out=options.out,
         p=_unique(options.p),

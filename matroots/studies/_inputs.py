@@ -32,6 +32,13 @@ _UNREADABLE = (
 )
 
 
+_WRITTEN_BY = {
+    ".npy": "an array as numpy.save writes it",
+    ".npz": "arrays as numpy.savez writes them",
+    ".pt": "tensors as torch.save writes them, which torch.load reads with weights_only=True",
+}
+
+
 class InputError(ValueError):
     """A command-line argument that cannot be used; the message is one line and names it."""
 
@@ -78,8 +85,9 @@ def load_matrices(path: Path) -> dict[str, Tensor]:
     except InputError:
         raise
     except _UNREADABLE as error:
-        reason = str(error).strip().split("\n", maxsplit=1)[0] or type(error).__name__
-        raise InputError(f"--input: cannot read {str(path)!r}: {reason[:200]}") from error
+        raise InputError(
+            f"--input: cannot read {str(path)!r}: expected {_WRITTEN_BY[path.suffix]} ({type(error).__name__})"
+        ) from error
     matrices = {name: matrix for key, array in arrays.items() for name, matrix in _members(path, key, array)}
     if not matrices:
         raise InputError(f"--input: expected at least one matrix, got none in {str(path)!r}")
@@ -94,6 +102,18 @@ def by_size(matrices: Mapping[str, Tensor], dtype: torch.dtype) -> list[Group]:
         names = [name for name, matrix in matrices.items() if matrix.shape[-1] == n]
         groups.append(Group(names, torch.stack([matrices[name].to(dtype) for name in names])))
     return groups
+
+
+def check_range(matrices: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Raise :class:`InputError` if rounding to ``dtype`` makes a matrix infinite, or zero what is not zero."""
+    for name, matrix in matrices.items():
+        largest = matrix.abs().amax()
+        rounded = largest.to(dtype)
+        if not torch.isfinite(rounded) or (rounded == 0 and largest > 0):
+            raise InputError(
+                f"--dtypes: {str(dtype).removeprefix('torch.')} cannot hold matrix {name}, whose largest entry is"
+                f" {float(largest):.1e}; expected dtypes that can"
+            )
 
 
 def a_few(matrices: Mapping[str, Tensor], count: int, largest: int) -> dict[str, Tensor]:

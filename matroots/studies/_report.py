@@ -119,6 +119,8 @@ def say(message: str) -> None:
 
 def check_folder(folder: Path) -> None:
     """Raise :class:`InputError` unless ``folder`` is a folder that can be written to, or one that can be made."""
+    if folder.is_symlink() and not folder.exists():
+        raise InputError(f"--out: expected a folder, got {str(folder)!r}, a link to nothing")
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

@@ -152,10 +152,13 @@ def _timed(call: Callable[[], InvRoot]) -> tuple[InvRoot, float]:
 def _summary(rows: Sequence[Row], settings: Settings) -> str:
     proven = [row for row in rows if row.valid]
     broken = sum(row.certificate < row.true_error for row in proven)
+    excess = (
+        f"; they exceed it by a median factor of {median(row.ratio for row in proven):.1f}" if proven else ""
+    )
     return (
         f"{len(settings.matrices)} matrices from {settings.source}, damped by {settings.rel_damping:g} times the bound on"
         f" their largest eigenvalue; {len(rows)} roots. {len(proven)} certificates are valid, {broken} of them below the true"
-        f" error (expected: 0); they exceed it by a median factor of {median(row.ratio for row in proven):.1f}."
+        f" error (expected: 0){excess}."
     )
 
 
