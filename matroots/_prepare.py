@@ -23,7 +23,7 @@ class Prepared:
     """A batch ``(b, n, n)`` in the compute dtype; vectors have shape ``(b,)`` and are float64.
 
     Attributes:
-        A: ``2^-exponent`` times the symmetric part, plus ``damping`` on the diagonal; identity where ``status`` failed.
+        A: ``2^-exponent`` times the symmetric part, with ``damping`` on the diagonal; identity where ``status`` failed.
         exponent: power of two taken out.
         bound: ``lambda_bound`` of the undamped matrix, in the units of A.
         damping: eps, in the units of A, the shift for rounding included.
@@ -43,29 +43,34 @@ class Prepared:
     zero_rows: Tensor
 
 
-def prepare(A: Tensor, damping: Tensor, rel_damping: float, dtype: torch.dtype) -> Prepared:
+def prepare(
+    A: Tensor, damping: Tensor, rel_damping: float, dtype: torch.dtype, damped: bool = True
+) -> Prepared:
     """Symmetrise, equilibrate and damp ``(b, n, n)``; flag what is not finite or not symmetric.
 
     Equilibration divides by a power of two, which is exact, so that no norm overflows or underflows.
-    ``damping`` is float64 ``(b,)``, in the units of the input.
+    ``damping`` is float64 ``(b,)``, in the units of the input; it is put on the diagonal unless ``damped`` is False.
     """
     largest = A.abs().amax((-2, -1)).to(wide(A.device))
     finite = torch.isfinite(largest) & torch.isfinite(damping)
-    largest = torch.where(finite, torch.maximum(largest, damping), 1.0)
-    exponent = torch.frexp(largest).exponent.to(largest.dtype)
-    full = rescaled(A.to(torch.promote_types(A.dtype, dtype)), -exponent)
+    own = torch.frexp(torch.where(finite, largest, 1.0)).exponent.to(largest.dtype)
+    both = torch.where(finite, torch.maximum(largest, damping), 1.0)
+    exponent = torch.frexp(both).exponent.to(largest.dtype)
+    full = rescaled(A.to(torch.promote_types(A.dtype, dtype)), -own)
     S = symmetric_part(full)
     size = frobenius(S)
     symmetric = frobenius(full.sub_(S)) <= asymmetry_tolerance(A) * size
     status = torch.where(symmetric, int(Status.CONVERGED), int(Status.INDEFINITE))
     status = torch.where(finite, status, int(Status.NONFINITE_INPUT)).to(torch.int32)
     S = with_identity(S, status != int(Status.CONVERGED))
-    bound = norm_bound(S)
-    S = S.to(dtype)
+    down = torch.exp2((own - exponent).clamp_min(-1000.0))  # a damping far above A sets the unit of both
+    bound = norm_bound(S) * down
+    S = S.mul_(down.to(S.dtype).reshape(-1, 1, 1)).to(dtype)
     eps = torch.where(finite, rescaled(damping, -exponent), 0.0) + rel_damping * bound
-    zero_rows = (S.abs().amax(-1) == 0) & (eps == 0).unsqueeze(-1)
+    zero_rows = (S.abs().amax(-1) == 0) & (eps.to(dtype) == 0).unsqueeze(-1)
     noise = rounding_tolerance(A, unit_roundoff(dtype)) * (bound + eps)
-    return Prepared(add_to_diagonal(S, eps), exponent, bound, eps, noise, status, symmetric, zero_rows)
+    S = add_to_diagonal(S, eps) if damped else S
+    return Prepared(S, exponent, bound, eps, noise, status, symmetric, zero_rows)
 
 
 def prove_definite(prepared: Prepared, u_input: float, singular_fails: bool) -> Prepared:

@@ -175,7 +175,8 @@ def advise(result: InvRoot, members: list[int], status: Status, p: float | None 
     n = result.root.shape[-1]
     X = result.root.detach().reshape(-1, n, n)[worst].to("cpu", torch.float64)
     spectrum = torch.linalg.eigvalsh(X).abs()
-    condition = float(spectrum.max() / spectrum.min().clamp_min(torch.finfo(torch.float64).tiny))
+    smallest = torch.finfo(torch.float64).tiny
+    condition = float((spectrum.max() / spectrum.min().clamp_min(smallest)).clamp_min(1.0))
     name = member_name(worst, tuple(result.status.shape))
     if p is None:
         return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import chain
 
@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from matroots._exponent import Exponent
 from matroots._options import Options
 from matroots._prepare import EMPTY_ROW, Prepared, members_of, prepare, prove_definite, rescaled
-from matroots._products import Product, full_precision, unit_roundoff, wide
+from matroots._products import HALF_DTYPES, Product, full_precision, unit_roundoff, wide
 from matroots._result import InvRoot, Status
 from matroots.scaling.bounds import guarded
 from matroots.solvers import EVD, Problem, Solution
@@ -104,23 +104,22 @@ def _collected(parts: Iterator[_Part], b: int) -> _Part:
 
 def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _Part:
     """Prepare, scale, solve, and bring the answer back to the user's units and dtype."""
-    prepared = prepare(A, damping, options.rel_damping, options.compute_dtype)
     solver = options.solver
+    prepared = prepare(A, damping, options.rel_damping, options.compute_dtype, solver.damped_input)
     scale = torch.ones_like(prepared.bound)
     if solver.needs_definite:
         prepared = prove_definite(prepared, unit_roundoff(A.dtype), want != "root")
         scale = _scale(prepared, options)
     solution = solver.solve(_problem(prepared, scale, options, want))
+    if solution.shift is not None:  # a shifted row is no longer empty
+        prepared = replace(prepared, zero_rows=prepared.zero_rows & (solution.shift == 0).unsqueeze(-1))
     unsolved = prepared.status != int(Status.CONVERGED)  # something else stood in its place
     status = torch.where(unsolved, prepared.status, solution.status)
-    roots = [
-        _returned(root, scale, prepared, options.p, sign, A.dtype)
-        for sign, root in ((-1, solution.inverse), (1, solution.root))
-        if root is not None
-    ]
-    for root in roots:
-        overflown = (status < int(Status.DIVERGED)) & ~torch.isfinite(root.abs().amax((-2, -1)))
-        status = torch.where(overflown, int(Status.SINGULAR), status).to(torch.int32)
+    computed = [(s, X) for s, X in ((-1, solution.inverse), (1, solution.root)) if X is not None]
+    roots = [_returned(X, scale, prepared, options.p, sign, A.dtype) for sign, X in computed]
+    for root, (_, X) in zip(roots, computed, strict=True):
+        unusable = (status < int(Status.DIVERGED)) & _unusable(root, X) & ~prepared.zero_rows.all(-1)
+        status = torch.where(unusable, int(Status.SINGULAR), status).to(torch.int32)
     failed = status >= int(Status.DIVERGED)
     for root in roots:
         root.masked_fill_(failed.reshape(-1, 1, 1), torch.nan)
@@ -132,6 +131,14 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
         "matmuls": solution.matmuls + (options.scaling.matmuls if solver.needs_definite else 0),
     }
     return _Part(tuple(roots), diagnostics | _in_units_of_input(prepared, solution, scale))
+
+
+def _unusable(root: Tensor, computed: Tensor) -> Tensor:
+    """Return whether a root has overflown its dtype, or vanished in half precision, ``(b,)``."""
+    largest = root.abs().amax((-2, -1))
+    if root.dtype not in HALF_DTYPES:
+        return ~torch.isfinite(largest)
+    return ~torch.isfinite(largest) | ((largest == 0) & (computed.abs().amax((-2, -1)) > 0))
 
 
 def _problem(prepared: Prepared, scale: Tensor, options: Options, want: Want) -> Problem:
@@ -179,6 +186,8 @@ def _returned(
 def _in_units_of_input(prepared: Prepared, solution: Solution, scale: Tensor) -> dict[str, Tensor]:
     """Return scale, bound and damping as the user measures them; NaN where the input has none."""
     meaningless = (prepared.status == int(Status.NONFINITE_INPUT)) | ~prepared.symmetric
+    if solution.shift is not None:  # a shifted row is no longer empty
+        prepared = replace(prepared, zero_rows=prepared.zero_rows & (solution.shift == 0).unsqueeze(-1))
     unsolved = prepared.status != int(Status.CONVERGED)
     found = scale if solution.scale is None else scale * solution.scale
     eps = prepared.damping if solution.shift is None else prepared.damping + scale * solution.shift

@@ -223,3 +223,133 @@ def test_start_vectors_do_not_depend_on_the_default_dtype():
         assert torch.equal(matroots.inv_root_ex(A, 2, method="ndb").scale, expected)
     finally:
         torch.set_default_dtype(FP32)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-3, 0.1, 1.0, 1e5])
+@pytest.mark.parametrize("dtype", [FP64, FP32], ids=name)
+def test_rank_is_judged_before_the_damping_is_added(dtype, eps):
+    """A pseudo-inverse of A, whatever is added: a large eps must not blur which eigenvalues are zero."""
+    pinv = EVD(spectrum="pinv")
+    A = with_spectrum([3.0, 2.0, 1.0, 0.0, 0.0, 0.0], dtype=dtype)
+    expected = with_spectrum([(v + eps) ** -0.5 for v in (3.0, 2.0, 1.0)] + [0.0] * 3)
+    assert error(matroots.inv_root(A, 2, method=pinv, damping=eps), expected) < 1e-5
+    assert not matroots.inv_root(torch.zeros(2, 2, dtype=dtype), 2, method=pinv, damping=eps).any()
+    tiny = 1e-8 * torch.diag(torch.tensor([1.0, 2.0, 3.0], dtype=dtype))
+    exact = torch.diag((tiny.diagonal().double() + eps) ** -0.5)
+    assert error(matroots.inv_root(tiny, 2, method=pinv, damping=eps), exact) < 1e-6
+    assert (
+        matroots.inv_root_ex(with_spectrum([1.0, -1e-3]), 2, method=pinv, damping=eps).status
+        == Status.INDEFINITE
+    )
+
+
+def test_every_treatment_of_the_spectrum_in_closed_form():
+    """l - min(l_min, 0) + eps, |l| + eps, max(l, eps): eps is added in fp64, next to any size."""
+    values, eps = torch.tensor([4.0, 1.0, -0.5], dtype=FP64), 0.25
+    A = with_spectrum(values)
+    for spectrum, treated, damping in (
+        ("shift", values + 0.5 + eps, 0.75),
+        ("abs", values.abs() + eps, float("nan")),
+        ("clip", values.clamp_min(eps), float("nan")),
+    ):
+        result = matroots.inv_root_ex(A, 3, method=EVD(spectrum=spectrum), damping=eps)
+        assert error(result.root, with_spectrum(treated ** (-1 / 3))) < 1e-13
+        assert result.damping == pytest.approx(damping, nan_ok=True)
+        assert (
+            error(
+                matroots.root(A, 3, method=EVD(spectrum=spectrum), damping=eps),
+                with_spectrum(treated ** (1 / 3)),
+            )
+            < 1e-13
+        )
+    positive = matroots.inv_root_ex(spd(4), 3, method=EVD(spectrum="clip"), damping=1e-9)
+    assert positive.damping == 0
+    assert error(positive.root, inverse_root(spd(4), 3)) < 1e-12
+
+
+def test_a_zero_row_that_is_shifted_is_not_empty():
+    A = torch.diag(torch.tensor([0.0, -1.0, 2.0], dtype=FP64))
+    S = matroots.root(A, 2, method=EVD(spectrum="shift"))
+    torch.testing.assert_close(S, torch.diag(torch.tensor([1.0, 0.0, 3.0**0.5], dtype=FP64)))
+
+
+@pytest.mark.parametrize("p", [1, 1.2, 2, 4])
+@pytest.mark.parametrize("condition", [1e5, 1e6, 1e8])
+def test_a_series_undershoots_below_its_floor_and_says_so(condition, p):
+    for A in (torch.diag(torch.tensor([1.0, 1 / condition], dtype=FP64)), spd(24, condition)):
+        result = matroots.inv_root_ex(A, p, method="chebyshev")
+        assert result.status == Status.MAX_STEPS
+        assert error(result.root, inverse_root(A, p)) < 1.0
+
+
+@pytest.mark.parametrize(("p", "sign"), [(1, -1), (2, -1), (8 / 3, -1), (4, 1), (2, 1)])
+@pytest.mark.parametrize("floor", [0.5, 0.1, 1e-2, 4.0**-5])
+def test_a_series_is_no_longer_than_its_geometric_decay(floor, p, sign):
+    """The coefficients fall like ((1 + sqrt f)/(1 - sqrt f))^-k: noise of the transform must not add to the degree."""
+    from matroots.solvers.chebyshev import relative_error, smallest_degree, tail
+
+    u = 2.0**-53
+    target = u * max(1.0, floor ** (sign / p))
+    degree = smallest_degree(p, sign, floor, target, 10000)
+    decay = 2 * np.arctanh(np.sqrt(floor))
+    assert degree <= (np.log(1 / u) + np.log(1 / decay + 1) + 3) / decay + 3
+    assert tail(p, sign, floor, degree) <= target
+    # evaluating a series of this length in fp64 costs a few u of its largest value
+    assert relative_error(p, sign, floor, degree) <= 50 * u * max(1.0, floor ** (-1 / p))
+
+
+@pytest.mark.parametrize("condition", [1e2, 1e3, 1e4])
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_the_residual_of_a_series_includes_its_rounding(p, condition):
+    A = spd(32, condition, dtype=FP32)
+    result = matroots.inv_root_ex(A, p, method="chebyshev")
+    measured = torch.linalg.matrix_norm(
+        torch.eye(32) - A.double() @ torch.linalg.matrix_power(result.root.double(), p)
+    )
+    assert measured <= result.residual
+    held = matroots.inv_root_ex(A, p, method="chebyshev", tol=1e-4)
+    assert held.status != Status.CONVERGED or held.residual <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "solver", [Chebyshev(floor=1e-7), Chebyshev(degree=3), Chebyshev(degree=1, floor=1e-3)], ids=repr
+)
+def test_a_degree_too_low_for_its_floor_is_no_nonsense(solver):
+    limit = {} if solver.degree else {"max_steps": 3}
+    for A in (torch.eye(1), spd(8, 100.0, dtype=FP32)):
+        result = matroots.inv_root_ex(A, 1, method=solver, **limit)
+        assert result.status == Status.MAX_STEPS
+        assert torch.linalg.eigvalsh(result.root).min() > 0
+        assert error(result.root, inverse_root(A, 1)) < 1.0
+
+
+def test_a_root_that_vanishes_in_half_precision_is_flagged():
+    result = matroots.inv_root_ex(torch.eye(3, dtype=FP16), 2, damping=1e20)
+    assert result.status == Status.SINGULAR
+    assert matroots.inv_root_ex(torch.eye(3, dtype=BF16), 2, damping=1e20).status == Status.CONVERGED
+    assert not matroots.root(torch.zeros(3, 3, dtype=FP16), 2).any()
+    lopsided = torch.diag(torch.tensor([1.0, 2.0, 1e-3], dtype=FP16))
+    with pytest.raises(matroots.RootError, match="SINGULAR"):
+        matroots.inv_root(lopsided, 1, damping=1e20, method="cn", max_steps=1)
+
+
+def test_the_bound_does_not_drown_in_the_damping():
+    A = 1e-5 * torch.eye(3)
+    for row in ROWS:
+        result = matroots.inv_root_ex(A, 2, method=row.method, damping=1e20, rel_damping=1.0)
+        assert result.bound == matroots.lambda_bound(A)
+        assert result.status == Status.CONVERGED
+        assert error(result.root, torch.eye(3, dtype=FP64) * 1e-10) < 1e-6
+
+
+def test_a_damping_that_is_lost_beside_a_is_no_damping_for_any_method():
+    A = torch.diag(torch.tensor([1e30, 0.0]))
+    for row in ROWS:
+        assert matroots.inv_root_ex(A, 2, method=row.method, damping=1e-20).status == Status.SINGULAR
+
+
+def test_the_width_of_the_history_does_not_depend_on_chunks():
+    A = torch.stack([spd(6, condition) for condition in (1.5, 1e5, 10.0, 1e3)])
+    for p in (2, 4, 8):
+        whole, chunked = (matroots.inv_root_ex(A, p, method="ndb", max_batch=b) for b in (None, 1))
+        assert whole.history.shape == chunked.history.shape == (4, int(whole.steps.max()))

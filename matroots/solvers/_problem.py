@@ -84,6 +84,11 @@ class Solver(Protocol):
         """Whether the input must be proven positive definite, and scaled, before ``solve``."""
         ...
 
+    @property
+    def damped_input(self) -> bool:
+        """Whether ``Problem.A`` shall have the damping on its diagonal already."""
+        ...
+
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` for a p that the method cannot take or a keyword that contradicts an option."""
         ...

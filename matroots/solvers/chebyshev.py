@@ -52,6 +52,11 @@ class Chebyshev:
         """The interval must hold the spectrum."""
         return True
 
+    @property
+    def damped_input(self) -> bool:
+        """The damping is on the diagonal from the start."""
+        return True
+
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` when a keyword contradicts ``degree``; every p is taken."""
         refuse_fixed("degree", self.degree, tol, max_steps, "Chebyshev")
@@ -77,9 +82,10 @@ class Chebyshev:
                 degree, floor, enough = self._polynomial(problem, p, sign, proven)
                 c = series(p, sign, floor)[: degree + 1]
                 X = clenshaw(A[members], c, floor, problem.multiply)
-                # |T_k| <= 1 inside the interval; a norm beyond that has left it
-                exploded[members] |= ~(frobenius(X) <= 2 * n**0.5 * sum(map(abs, c)))
-                error[members] = error[members].clamp_min(relative_error(p, sign, floor, degree))
+                exploded[members] |= ~(frobenius(X) <= 2 * n**0.5 * _largest_value(c, floor))
+                # each of the steps of the recurrence rounds values of the size of the largest
+                rounding = 2 * degree * problem.unit_roundoff * max(1.0, math.pow(floor, sign / p))
+                error[members] = error[members].clamp_min(relative_error(p, sign, floor, degree) + rounding)
                 degrees[members] += degree
                 reached[members] &= enough
                 covered[members] &= floor <= proven
@@ -104,7 +110,7 @@ class Chebyshev:
 
         Terms that the precision of the products swallows are dropped from a degree that was given: they gain nothing
         and grow fastest outside the interval. A degree too low for the floor oscillates through zero near 1: then the
-        floor is raised, unless it was given; what lies below is undershot, as by damping, and reported.
+        floor is raised; what lies below is undershot, as by damping, and reported.
         """
         target = _target(problem, p, sign, floor)
         limit = DEFAULT_MAX_DEGREE if problem.max_steps is None else problem.max_steps
@@ -114,9 +120,8 @@ class Chebyshev:
             swallowed = problem.unit_roundoff / 8 * max(1.0, math.pow(floor, sign / p))
             degree = smallest_degree(p, sign, floor, swallowed, self.degree)
         enough = tail(p, sign, floor, degree) <= target
-        if self.floor is None:
-            while floor * _RUNG < 1 and relative_error(p, sign, floor, degree) > _LOOSEST:
-                floor *= _RUNG
+        while floor * _RUNG < 1 and relative_error(p, sign, floor, degree) > _LOOSEST:
+            floor *= _RUNG
         return degree, floor, enough
 
     def _floors(self, problem: Problem) -> tuple[list[tuple[float, Tensor | slice]], Tensor]:
@@ -170,6 +175,12 @@ def first_rung(A: Tensor, deepest: int) -> Tensor:
     return high
 
 
+def _largest_value(c: tuple[float, ...], floor: float) -> float:
+    """Return a bound on the polynomial on [0, 1]: ``|T_k| <= 1`` on [floor, 1], and below it rises towards 0."""
+    at_zero = np.polynomial.chebyshev.chebval(-(1.0 + floor) / (1.0 - floor), c)
+    return max(sum(map(abs, c)), abs(float(at_zero)))
+
+
 def clenshaw(A: Tensor, c: tuple[float, ...], floor: float, multiply: Product) -> Tensor:
     """Return ``sum_k c_k T_k(t(A))`` for symmetric A with spectrum in [floor, 1]; ``len(c) - 2`` products."""
     T = add_to_diagonal(A * (2.0 / (1.0 - floor)), -(1.0 + floor) / (1.0 - floor))
@@ -201,7 +212,8 @@ def series(p: float, sign: int, floor: float) -> tuple[float, ...]:
     """Return the Chebyshev coefficients of ``x^{sign/p}`` on [floor, 1], in float64, by interpolation (DCT-II).
 
     They fall like ``((1 + sqrt(f))/(1 - sqrt(f)))^-k`` (Trefethen, Approximation Theory, theorem 8.2): twice as many points
-    as bring them down to ``u/64`` are used, at most 8192. What is left below ``u/8`` of the largest value is rounding noise.
+    as bring them down to ``u/64`` are used, at most 8192. Those that stand out of the transform's rounding fix the factor
+    of that geometric envelope, and the rest, which are noise, are cut down to it.
     """
     decay = 2.0 * math.atanh(math.sqrt(floor))
     needed = 2.0 * math.log(64.0 / _U) / decay
@@ -212,7 +224,10 @@ def series(p: float, sign: int, floor: float) -> tuple[float, ...]:
     values = x ** (sign / p)
     coefficients: Coefficients = dct(values, type=2) / points
     coefficients[0] /= 2
-    coefficients[np.abs(coefficients) < _U / 8 * values.max()] = 0.0
+    growth = np.exp(decay * np.arange(points))
+    sizes = np.abs(coefficients)
+    envelope = (sizes * growth)[sizes > 1e3 * _U * values.max()].max() / growth
+    coefficients = np.clip(coefficients, -envelope, envelope)
     return tuple(coefficients.tolist())
 
 

@@ -37,6 +37,11 @@ class CoupledNewton:
         """The iteration is defined for positive definite input only."""
         return True
 
+    @property
+    def damped_input(self) -> bool:
+        """The damping is on the diagonal from the start."""
+        return True
+
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` unless p is an integer, or when a keyword contradicts ``steps``."""
         if as_integer(p) is None:

@@ -59,6 +59,11 @@ class EVD:
         """The eigenvalues tell, so no proof is needed beforehand."""
         return False
 
+    @property
+    def damped_input(self) -> bool:
+        """Whether the spectrum is treated after the damping, or the damping is part of the treatment."""
+        return self.spectrum in ("damp", "refuse")
+
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` for ``max_steps`` and ``tol``: there are no steps, and no residual."""
         if tol is not None:
@@ -104,28 +109,30 @@ class EVD:
     def _treat(self, eigenvalues: Tensor, problem: Problem, u: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return the eigenvalues that the power is taken of, the shift that made them, and the status.
 
-        The eigenvalues are those of the damped matrix: eps is in them already. A 0 among those returned stays 0 in
-        either root.
+        The eigenvalues are those of the damped matrix for "damp" and "refuse", of A itself for the rest. A 0 among
+        those returned stays 0 in either root.
         """
         eps = problem.damping.unsqueeze(-1)
         smallest = eigenvalues.amin(-1)
-        if self.spectrum in ("damp", "refuse"):
+        if self.damped_input:
             return self._refusing(eigenvalues, problem, smallest, u)
-        none = torch.zeros_like(smallest)
-        changed = torch.where(smallest < problem.damping, torch.nan, none)
-        if self.spectrum == "shift":
-            shift = -(smallest - problem.damping).clamp(max=0.0)
-            kept, changed = eigenvalues + shift.unsqueeze(-1), shift
-        elif self.spectrum == "abs":
-            kept = (eigenvalues - eps).abs() + eps
-        elif self.spectrum == "clip":
-            kept = torch.maximum(eigenvalues - eps, eps)
-            changed = torch.where(smallest < 2 * problem.damping, torch.nan, -problem.damping)
-        else:
+        if self.spectrum == "pinv":
             return self._pseudo(eigenvalues, problem, u)
-        kept = kept.clamp_min(0.0)
+        if self.spectrum == "shift":
+            changed = -smallest.clamp(max=0.0)
+            kept = eigenvalues + changed.unsqueeze(-1) + eps
+        elif self.spectrum == "abs":
+            changed = torch.where(smallest < 0, torch.nan, 0.0)
+            kept = eigenvalues.abs() + eps
+        else:
+            changed = torch.where(smallest < problem.damping, torch.nan, -problem.damping)
+            kept = torch.maximum(eigenvalues, eps)
         singular = (kept.amin(-1) <= 0) & (problem.want != "root")
-        return kept, changed, torch.where(singular, int(Status.SINGULAR), int(Status.CONVERGED))
+        return (
+            kept.clamp_min(0.0),
+            changed,
+            torch.where(singular, int(Status.SINGULAR), int(Status.CONVERGED)),
+        )
 
     def _refusing(
         self, eigenvalues: Tensor, problem: Problem, smallest: Tensor, u: float
@@ -149,13 +156,12 @@ class EVD:
         return kept.clamp_min(0.0), shift.masked_fill(status != int(Status.CONVERGED), 0.0), status
 
     def _pseudo(self, eigenvalues: Tensor, problem: Problem, u: float) -> tuple[Tensor, Tensor, Tensor]:
-        n = eigenvalues.shape[-1]
-        eps = problem.damping.unsqueeze(-1)
-        undamped = eigenvalues - eps
-        cutoff = (n * u if self.rtol is None else self.rtol) * undamped.abs().amax(-1, keepdim=True)
-        kept = torch.where(undamped > cutoff, eigenvalues, 0.0)
-        indefinite = (undamped < -torch.maximum(cutoff, problem.noise.unsqueeze(-1))).any(-1)
-        shift = torch.where((undamped <= cutoff).any(-1), torch.nan, 0.0)
+        eps, sizes = problem.damping.unsqueeze(-1), eigenvalues.abs().amax(-1, keepdim=True)
+        cutoff = (eigenvalues.shape[-1] * u if self.rtol is None else self.rtol) * sizes
+        kept = torch.where(eigenvalues > cutoff, eigenvalues + eps, 0.0)
+        noise = problem.noise.unsqueeze(-1) * sizes / (sizes + eps).clamp_min(torch.finfo(sizes.dtype).tiny)
+        indefinite = (eigenvalues < -torch.maximum(cutoff, noise)).any(-1)
+        shift = torch.where((eigenvalues <= cutoff).any(-1), torch.nan, 0.0)
         return kept, shift, torch.where(indefinite, int(Status.INDEFINITE), int(Status.CONVERGED))
 
 

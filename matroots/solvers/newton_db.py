@@ -41,6 +41,11 @@ class NewtonDB:
         """The iteration is defined for positive definite input only."""
         return True
 
+    @property
+    def damped_input(self) -> bool:
+        """The damping is on the diagonal from the start."""
+        return True
+
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` unless p is a power of two, or when a keyword contradicts ``steps``."""
         power = as_integer(p)
@@ -65,10 +70,10 @@ class NewtonDB:
             outcome = iterate(SquareRootIterates(A, want, problem.multiply), problem, self.steps, 2, tol)
             outcomes.append(outcome)
             A = outcome.roots[0]
-        return _combined(outcomes, problem)
+        return _combined(outcomes, problem, self.steps is not None)
 
 
-def _combined(outcomes: list[Outcome], problem: Problem) -> Solution:
+def _combined(outcomes: list[Outcome], problem: Problem, fixed: bool) -> Solution:
     """Put the square roots' diagnostics together: the worst status, all steps and products, one residual."""
     status = torch.stack([outcome.status for outcome in outcomes]).amax(0)
     residual = chained_residual([outcome.residual for outcome in outcomes], problem.want)
@@ -76,14 +81,14 @@ def _combined(outcomes: list[Outcome], problem: Problem) -> Solution:
         status = torch.where(
             (status == int(Status.CONVERGED)) & ~torch.isfinite(residual), int(Status.STAGNATED), status
         )
-    roots = outcomes[-1].roots
+    roots, steps = outcomes[-1].roots, torch.stack([outcome.steps for outcome in outcomes]).sum(0)
     return Solution(
         inverse=None if problem.want == "root" else roots[-1],
         root=None if problem.want == "inverse" else roots[0],
         status=status.to(torch.int32),
-        steps=torch.stack([outcome.steps for outcome in outcomes]).sum(0),
+        steps=steps,
         residual=residual,
-        history=_joined_history(outcomes),
+        history=_joined_history(outcomes, steps, fixed),
         matmuls=torch.stack([outcome.matmuls for outcome in outcomes]).sum(0),
     )
 
@@ -105,11 +110,13 @@ def chained_residual(residuals: list[Tensor], want: Want) -> Tensor:
     return total
 
 
-def _joined_history(outcomes: list[Outcome]) -> Tensor:
+def _joined_history(outcomes: list[Outcome], steps: Tensor, fixed: bool) -> Tensor:
     """Return the histories of the square roots one after the other, each member's packed to the left."""
     joined = torch.cat([outcome.history for outcome in outcomes], dim=-1)
+    if fixed:
+        return joined
     order = torch.argsort(torch.isnan(joined).to(torch.uint8), dim=-1, stable=True)
-    return joined.gather(-1, order)
+    return joined.gather(-1, order)[:, : int(steps.max())]
 
 
 class SquareRootIterates:
