@@ -25,7 +25,14 @@ from matroots._arguments import absolute_damping, check_count, check_matrices, c
 from matroots._bounded import Bounded, U, gamma, norm_from_below, power, spectrum
 from matroots._exponent import parse_exponent
 from matroots._prepare import asymmetry_tolerance, lambda_bound, members_of, rescaled, with_identity
-from matroots._products import add_to_diagonal, frobenius, full_precision, symmetric_part, wide
+from matroots._products import (
+    add_to_diagonal,
+    frobenius,
+    full_precision,
+    has_cholesky_factor,
+    symmetric_part,
+    wide,
+)
 from matroots.scaling.bounds import norm_bound
 from matroots.scaling.multi_power import start_vectors
 from matroots.solvers.evd import eigh_with_ladder
@@ -281,8 +288,7 @@ def _definite(pair: _Pair) -> Tensor:
     """Return whether A, and every matrix within ``A_error`` of it, is proven positive definite, as X is in `_factor`."""
     trace = pair.A.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
     delta = 2 * gamma(pair.A.shape[-1] + 2) * trace + pair.A_error
-    info: Tensor = torch.linalg.cholesky_ex(add_to_diagonal(pair.A.clone(), -delta * (1 + 4 * U))).info
-    return info == 0
+    return has_cholesky_factor(add_to_diagonal(pair.A.clone(), -delta * (1 + 4 * U)))
 
 
 def _similar(pair: _Pair, C: Bounded, a: int, b: int) -> Bounded:

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from matroots._arguments import check_matrices
-from matroots._products import HALF_DTYPES, add_to_diagonal, frobenius, symmetric_part, unit_roundoff, wide
+from matroots._products import (
+    HALF_DTYPES,
+    add_to_diagonal,
+    frobenius,
+    has_cholesky_factor,
+    may_hold,
+    symmetric_part,
+    unit_roundoff,
+    wide,
+)
 from matroots._result import Status
 from matroots.scaling.bounds import norm_bound
 
@@ -64,10 +73,13 @@ def prepare(
     status = torch.where(finite, status, int(Status.NONFINITE_INPUT)).to(torch.int32)
     S = with_identity(S, status != int(Status.CONVERGED))
     down = torch.exp2((own - exponent).clamp_min(-1000.0))  # a damping far above A sets the unit of both
-    bound = norm_bound(S) * down
-    S = S.mul_(down.to(S.dtype).reshape(-1, 1, 1)).to(dtype)
+    row_sums = S.abs().sum(-1)
+    bound = norm_bound(S, row_sums) * down
+    if may_hold(down != 1):
+        S.mul_(down.to(S.dtype).reshape(-1, 1, 1))
+    S = S.to(dtype)
     eps = torch.where(finite, rescaled(damping, -exponent), 0.0) + rel_damping * bound
-    zero_rows = (S.abs().amax(-1) == 0) & (eps.to(dtype) == 0).unsqueeze(-1)
+    zero_rows = (row_sums == 0) & (eps.to(dtype) == 0).unsqueeze(-1)
     noise = rounding_tolerance(A, unit_roundoff(dtype)) * (bound + eps)
     S = add_to_diagonal(S, eps) if damped else S
     return Prepared(S, exponent, bound, eps, noise, status, symmetric, zero_rows)
@@ -82,9 +94,9 @@ def prove_definite(prepared: Prepared, u_input: float, singular_fails: bool) -> 
     """
     A = prepared.A
     A.diagonal(dim1=-2, dim2=-1).add_(prepared.zero_rows.to(A.dtype), alpha=EMPTY_ROW)
-    failed = torch.linalg.cholesky_ex(A).info != 0
+    failed = ~has_cholesky_factor(A)
     shift = torch.zeros_like(prepared.damping)
-    if not A.is_cpu or bool(failed.any()):  # on a device, looking would synchronise: take the rungs blindly
+    if may_hold(failed):
         shift, failed = _shift(A, failed, prepared, u_input)
     status = torch.where(failed, int(Status.INDEFINITE), int(Status.CONVERGED))
     if singular_fails:
@@ -113,7 +125,7 @@ def _shift(A: Tensor, failed: Tensor, prepared: Prepared, u_input: float) -> tup
         u *= 4
     for rung in (*rungs, prepared.noise * 2.25):
         trial = torch.where(failed, rung / 2, 0.0)
-        holds = torch.linalg.cholesky_ex(add_to_diagonal(A.clone(), trial)).info == 0
+        holds = has_cholesky_factor(add_to_diagonal(A.clone(), trial))
         shift = torch.where(failed & holds, rung, shift)
         failed = failed & ~holds
     return shift, failed
@@ -142,6 +154,8 @@ def rescaled(A: Tensor, exponent: Tensor) -> Tensor:
 
 def with_identity(A: Tensor, members: Tensor) -> Tensor:
     """Put the identity in place of these members (``(b,)`` bool): harmless in every kernel. Written into A."""
+    if not may_hold(members):
+        return A
     A.masked_fill_(members.reshape(-1, 1, 1), 0.0)
     return add_to_diagonal(A, members.to(A.dtype))
 

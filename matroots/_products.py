@@ -54,6 +54,20 @@ def symmetric_part(A: Tensor) -> Tensor:
     return torch.add(A, A.mT).mul_(0.5)
 
 
+def may_hold(mask: Tensor) -> bool:
+    """Return whether any of ``mask`` may be True, without waiting for a device: on the CPU looking is free."""
+    return not mask.is_cpu or bool(mask.any())
+
+
+def has_cholesky_factor(A: Tensor) -> Tensor:
+    """Return whether symmetric ``(b, n, n)`` has a Cholesky factor, ``(b,)``: then it is positive definite up to rounding.
+
+    The upper factor of a row-major matrix is LAPACK's lower one, a quarter faster than the other.
+    """
+    info: Tensor = torch.linalg.cholesky_ex(A, upper=True).info
+    return info == 0
+
+
 def frobenius(A: Tensor) -> Tensor:
     """Return the Frobenius norm of each member, in float64 where the device has it, else float32."""
     norm: Tensor = torch.linalg.vector_norm(A, dim=(-2, -1))

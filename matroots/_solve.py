@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from matroots._exponent import Exponent
 from matroots._options import Options
 from matroots._prepare import EMPTY_ROW, Prepared, members_of, prepare, prove_definite, rescaled
-from matroots._products import HALF_DTYPES, Product, full_precision, unit_roundoff, wide
+from matroots._products import HALF_DTYPES, Product, full_precision, may_hold, unit_roundoff, wide
 from matroots._result import InvRoot, Status
 from matroots.scaling.bounds import guarded
 from matroots.solvers import EVD, Problem, Solution
@@ -121,8 +121,9 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
         unusable = (status < int(Status.DIVERGED)) & _unusable(root, X) & ~prepared.zero_rows.all(-1)
         status = torch.where(unusable, int(Status.SINGULAR), status).to(torch.int32)
     failed = status >= int(Status.DIVERGED)
-    for root in roots:
-        root.masked_fill_(failed.reshape(-1, 1, 1), torch.nan)
+    if may_hold(failed):
+        for root in roots:
+            root.masked_fill_(failed.reshape(-1, 1, 1), torch.nan)
     diagnostics = {
         "status": status,
         "steps": solution.steps.masked_fill(unsolved, 0),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from matroots._products import add_to_diagonal, frobenius, wide
+from matroots._products import add_to_diagonal, frobenius, has_cholesky_factor, wide
 
 
 def inflation(A: Tensor) -> float:
@@ -19,12 +19,13 @@ def inflation(A: Tensor) -> float:
     return 1.0 + A.shape[-1] * torch.finfo(A.dtype).eps
 
 
-def norm_bound(A: Tensor) -> Tensor:
-    """Return ``min(||A||_F, ||A||_inf) (1 + 2 n u)`` of symmetric ``(b, n, n)``, O(n^2); shape ``(b,)``."""
-    if A.shape[-1] == 0:
-        return A.new_zeros(A.shape[0], dtype=wide(A.device))
-    row_sums = A.abs().sum(-1).amax(-1).to(wide(A.device))
-    return torch.minimum(frobenius(A), row_sums) * inflation(A)
+def norm_bound(A: Tensor, row_sums: Tensor | None = None) -> Tensor:
+    """Return ``min(||A||_F, ||A||_inf) (1 + 2 n u)`` of symmetric ``(b, n, n)``, O(n^2); shape ``(b,)``.
+
+    ``row_sums``: those of the absolute values, ``(b, n)``, where they are at hand.
+    """
+    sums = A.abs().sum(-1) if row_sums is None else row_sums
+    return torch.minimum(frobenius(A), sums.amax(-1).to(wide(A.device))) * inflation(A)
 
 
 def square_bound(A: Tensor) -> Tensor:
@@ -44,5 +45,5 @@ def guarded(A: Tensor, estimate: Tensor, bound: Tensor, headroom: float) -> Tens
     if headroom > 1.0:
         return torch.maximum(torch.minimum(estimate, bound), bound / headroom)
     gap = add_to_diagonal(-A, estimate)
-    proven = torch.linalg.cholesky_ex(gap).info == 0
+    proven = has_cholesky_factor(gap)
     return torch.where(proven, torch.minimum(estimate * inflation(A), bound), bound)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from matroots._arguments import check_count, check_number
 from matroots._exponent import Exponent
-from matroots._products import Product, add_to_diagonal, frobenius, wide
+from matroots._products import Product, add_to_diagonal, frobenius, has_cholesky_factor, wide
 from matroots._result import Status
 from matroots.solvers._problem import Problem, Solution, refuse_fixed
 
@@ -158,8 +158,7 @@ def _target(problem: Problem, p: float, sign: int, floor: float) -> float:
 
 def exceeds(A: Tensor, floor: Tensor) -> Tensor:
     """Return whether ``A - floor I`` has a Cholesky factor, ``(b,)``."""
-    info: Tensor = torch.linalg.cholesky_ex(add_to_diagonal(A.clone(), -floor)).info
-    return info == 0
+    return has_cholesky_factor(add_to_diagonal(A.clone(), -floor))
 
 
 def first_rung(A: Tensor, deepest: int) -> Tensor:
