@@ -5,7 +5,7 @@ from matroots._certificate import Certificate, certify
 from matroots._prepare import lambda_bound
 from matroots._result import InvRoot, RootError, RootWarning, Status
 from matroots.scaling import Frobenius, MultiPower, Power
-from matroots.solvers import EVD, Chebyshev, CoupledNewton, NewtonDB
+from matroots.solvers import EVD, Chebyshev, CoupledNewton, Minimax, NewtonDB
 
 __all__ = [
     "EVD",
@@ -14,6 +14,7 @@ __all__ = [
     "CoupledNewton",
     "Frobenius",
     "InvRoot",
+    "Minimax",
     "MultiPower",
     "NewtonDB",
     "Power",

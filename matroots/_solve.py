@@ -149,6 +149,7 @@ def _problem(prepared: Prepared, scale: Tensor, options: Options, want: Want) ->
         p=options.p,
         want=want,
         damping=prepared.damping / scale,
+        rel_damping=options.rel_damping,
         noise=prepared.noise / scale,
         zero_rows=prepared.zero_rows,
         tol=options.solver_tol,

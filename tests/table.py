@@ -63,6 +63,8 @@ class Row:
     steps_keyword: bool = True  # takes max_steps
     tol_keyword: bool = True  # bounds a residual of its own
     half_products: bool = True  # takes matmul_dtype
+    floored: bool = False  # is right above a floor, and flags what lies below
+    by_inverse: bool = False  # computes A^{1/p} as A X^{p-1}
 
     def __str__(self) -> str:
         return self.name
@@ -99,6 +101,7 @@ ROWS = (
         iterative=True,
         fixed=CoupledNewton,
         products=newton_products,
+        by_inverse=True,
     ),
     Row(
         "ndb",
@@ -109,6 +112,16 @@ ROWS = (
         fixed=NewtonDB,
         products=denman_beavers_products,
     ),
+    # its floor is 4 u, and the root of what lies below is undershot
+    Row(
+        "minimax",
+        "minimax",
+        INTEGERS,
+        ANYTHING,
+        steps_keyword=False,
+        floored=True,
+        by_inverse=True,
+    ),
     # degree 1000 reaches fp64 accuracy for floors down to about 1/1000, of which a rung of 1/4 and a loose bound take some
     Row(
         "chebyshev",
@@ -117,6 +130,7 @@ ROWS = (
         {FP64: 1e2, FP32: 1e2},
         fixed=lambda degree: Chebyshev(degree=degree, floor=1e-2),
         products=lambda p, degree: degree - 1,
+        floored=True,
     ),
 )
 SCALINGS = ("frobenius", "power", "multi_power", Frobenius(order=2), Power(steps=3), MultiPower(vectors=4))

@@ -397,8 +397,9 @@ def test_a11_a_factor_with_few_rows_in_use(row, p, dense):
     block = (with_spectrum(values, seed=12) if dense else torch.diag(values)).to(dtype)
     A = torch.zeros(n, n, dtype=dtype)
     A[rows.unsqueeze(1), rows] = block
-    if row.name == "chebyshev":  # its degree would be in the thousands: all but the flag takes time only
-        result = matroots.inv_root_ex(A, p, method=row.method, damping=eps, max_steps=20)
+    if row.floored:  # eps is below the floor, or would take a degree in the thousands: flagged
+        limit = {"max_steps": 20} if row.steps_keyword else {}
+        result = matroots.inv_root_ex(A, p, method=row.method, damping=eps, **limit)
         assert result.status == Status.MAX_STEPS
         return
     result = matroots.inv_root_ex(A, p, method=row.method, damping=eps)
@@ -1196,7 +1197,7 @@ def test_a37_singular_up_to_rounding(row, p):
     if result.status == OK:
         assert result.damping + smallest > -4 * ROUNDOFF[FP64]  # the rounding of eigvalsh itself
         assert result.damping <= 2 * 5 * ROUNDOFF[FP64] * result.bound
-    if row.iterative or row.name == "chebyshev":
+    if row.iterative or row.floored:
         return
     S = matroots.root(A, p, method=row.method)
     # an eigenvalue of size n u becomes (n u)^(1/p)

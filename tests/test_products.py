@@ -230,7 +230,9 @@ def test_roots_cost_little_more_than_inverse_roots(row, p, want):
     with Watch() as watch:
         getattr(matroots, want)(A, p, method=row.method)
     inverse = watched(A, p, method=row.method)[0].products
-    extra = {"cn": 0 if p == 1 else shortest_chain(p - 1) + 1, "chebyshev": 1.2 * inverse}.get(row.name, 1)
+    extra = 1.2 * inverse if row.name == "chebyshev" else 1
+    if row.by_inverse:
+        extra = 0 if p == 1 else shortest_chain(p - 1) + 1
     assert 0 < watch.products <= inverse + extra
 
 

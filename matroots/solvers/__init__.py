@@ -6,13 +6,25 @@ from matroots.solvers._problem import Problem, Solution, Solver
 from matroots.solvers.chebyshev import Chebyshev
 from matroots.solvers.coupled_newton import CoupledNewton
 from matroots.solvers.evd import EVD
+from matroots.solvers.minimax import Minimax
 from matroots.solvers.newton_db import NewtonDB
 
-__all__ = ["EVD", "SOLVERS", "Chebyshev", "CoupledNewton", "NewtonDB", "Problem", "Solution", "Solver"]
+__all__ = [
+    "EVD",
+    "SOLVERS",
+    "Chebyshev",
+    "CoupledNewton",
+    "Minimax",
+    "NewtonDB",
+    "Problem",
+    "Solution",
+    "Solver",
+]
 
-SOLVERS: dict[str, type[EVD] | type[CoupledNewton] | type[NewtonDB] | type[Chebyshev]] = {
+SOLVERS: dict[str, type[EVD] | type[CoupledNewton] | type[NewtonDB] | type[Chebyshev] | type[Minimax]] = {
     "evd": EVD,
     "cn": CoupledNewton,
     "ndb": NewtonDB,
     "chebyshev": Chebyshev,
+    "minimax": Minimax,
 }

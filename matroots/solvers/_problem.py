@@ -24,6 +24,7 @@ class Problem:
         p: the exponent, already accepted by the solver's ``check``.
         want: which of the two roots.
         damping: ``(b,)``, the eps that is on A's diagonal.
+        rel_damping: a number known on the host that ``damping`` over the bound on A is not below.
         noise: eigenvalues above ``-noise``, shape ``(b,)``, may be negative by rounding alone.
         zero_rows: ``(b, n)`` bool, rows and columns of the undamped input that are exactly zero.
         tol: bound asked for on the residual; None for the precision's limit.
@@ -35,6 +36,7 @@ class Problem:
     p: Exponent
     want: Want
     damping: Tensor
+    rel_damping: float
     noise: Tensor
     zero_rows: Tensor
     tol: float | None
