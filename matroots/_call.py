@@ -52,8 +52,8 @@ def inv_root_ex(
             written to. The symmetric part is used; an antisymmetric part above ``min(8 sqrt(n) u, sqrt(u)) ||A||_F`` makes
             the member INDEFINITE.
         p: order of the root. Any real ``p >= 1`` (``int``, ``float``, ``Fraction``) for "evd" and "chebyshev", any integer
-            for "cn", powers of two for "ndb".
-        method: "evd", "cn", "ndb", "chebyshev", "auto" (at present the same as "evd"), or a solver instance such as
+            for "cn" and "minimax", powers of two for "ndb".
+        method: "evd", "cn", "ndb", "chebyshev", "minimax", "auto" (at present the same as "evd"), or a solver instance such as
             ``NewtonDB(steps=12)``.
         scaling: "frobenius", "power", "multi_power" (default), or an instance such as ``MultiPower(vectors=32)``.
             "evd" needs no scale and ignores it.

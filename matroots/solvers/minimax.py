@@ -157,6 +157,11 @@ class Minimax:
         """The iteration is defined for positive definite input only."""
         return True
 
+    @property
+    def damped_input(self) -> bool:
+        """The damping is on the diagonal from the start."""
+        return True
+
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` unless p is an integer, and for ``max_steps``: the schedule is fixed by floor and tol."""
         if as_integer(p) is None:

@@ -14,10 +14,16 @@ if TYPE_CHECKING:
 
 # Okabe and Ito, Color Universal Design (2008); their yellow is left out, it is too pale for lines
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-METHOD_COLOURS = {"evd": PALETTE[6], "cn": PALETTE[0], "ndb": PALETTE[1], "chebyshev": PALETTE[2]}
+METHOD_COLOURS = {
+    "evd": PALETTE[6],
+    "cn": PALETTE[0],
+    "ndb": PALETTE[1],
+    "chebyshev": PALETTE[2],
+    "minimax": PALETTE[3],
+}
 # for p = 2 cn and ndb are the same map: the wider line shows under the other
-METHOD_WIDTHS = {"cn": 2.4, "ndb": 1.2, "chebyshev": 1.2}
-METHOD_MARKERS = {"evd": "s", "cn": "o", "ndb": "^", "chebyshev": "D"}
+METHOD_WIDTHS = {"cn": 2.4, "ndb": 1.2, "chebyshev": 1.2, "minimax": 1.2}
+METHOD_MARKERS = {"evd": "s", "cn": "o", "ndb": "^", "chebyshev": "D", "minimax": "v"}
 _PANEL = (4.0, 3.2)  # inches
 
 
