@@ -135,7 +135,7 @@ class Minimax:
     """Composite minimax polynomials, ``method="minimax"``: any integer p, the schedule with the fewest products.
 
     Args:
-        floor: lower end of the interval that is designed for, relative to the scale, in (0, 1). None: the damping
+        floor: lower end of the interval that is designed for, relative to the scale, in (0, 1). None: half the damping
             relative to the bound where ``rel_damping`` gives one, else ``4 u``. What lies below is undershot and reported.
         cushion: in [0, 1/4]; no step is designed for eigenvalues of M further apart than that. 0 gives the fewest products
             in exact arithmetic and loses accuracy where the floor is far below the spectrum: a step that pulls up what is
@@ -210,7 +210,8 @@ class Minimax:
 
     def _floor(self, problem: Problem) -> float:
         """Return the floor of the design: given, or known without looking at the device, at least ``4 u``."""
-        known = problem.rel_damping / (1.0 + problem.rel_damping) * (1.0 - 1e-6)
+        # half of what is known: the proof that the spectrum lies above needs room for rounding
+        known = 0.5 * problem.rel_damping / (1.0 + problem.rel_damping)
         return max(known if self.floor is None else self.floor, 4.0 * problem.unit_roundoff)
 
 
