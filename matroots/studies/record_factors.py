@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import math
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,6 +32,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+
+from matroots.studies._report import require_extras, track
 
 __all__ = ["EARLY_STEP", "Recording", "main", "record_factors", "save_factors"]
 
@@ -243,20 +244,6 @@ def learning_rate(step: int, steps: int) -> float:
     return PEAK_RATE * (FINAL_RATE_FRACTION + (1 - FINAL_RATE_FRACTION) * cosine)
 
 
-def progress(steps: int) -> Iterable[int]:
-    """Return the step numbers from 1 to ``steps`` behind a progress bar."""
-    try:
-        # By name, because tqdm ships no type information for a checker to follow.
-        tqdm = importlib.import_module("tqdm")
-    except ImportError as error:
-        raise ImportError(
-            "recording factors shows its progress with tqdm, which is not installed: "
-            'install the extra with pip install "matroots[study]"'
-        ) from error
-    numbers: Iterable[int] = tqdm.trange(1, steps + 1, desc="training", unit="step")
-    return numbers
-
-
 def record_factors(steps: int = 300, seed: int = 0) -> Recording:
     """Train the model and record its factors at ``EARLY_STEP`` and at the last step.
 
@@ -279,7 +266,7 @@ def record_factors(steps: int = 300, seed: int = 0) -> Recording:
     text = training_bytes()
     recording = Recording(factors={}, losses=[])
     with _one_thread():
-        for step in progress(steps):
+        for step in track(range(1, steps + 1), "training"):
             loss = _backward(model, *sample_batch(text, generator))
             recording.losses.append(loss)
             for average in averages.values():
@@ -325,6 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=300, help="training steps")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data")
     options = parser.parse_args(arguments)
+    require_extras()
     out: Path = options.out
     if out.suffix != ".npz":
         parser.error(f"argument --out: must end in .npz, got {out}")
