@@ -19,6 +19,11 @@ from matroots.solvers._problem import Problem
 
 DEFAULT_MAX_STEPS = 60
 _GO_ON = -1
+_TAKE_LAST = (
+    int(Status.CONVERGED),
+    int(Status.MAX_STEPS),
+)  # plain integers: what tolist() gives, and what compilers take
+_TAKE_BEST = (int(Status.STAGNATED), int(Status.DIVERGED))
 _RISING = 1.05  # a residual that grows by more than rounding noise has left the region where the iteration contracts
 Roots = tuple[Tensor, ...]
 
@@ -138,9 +143,9 @@ def _adaptive(
         final = returned(rho)
         verdict, rose = _verdict(rho, best, final, tol, step == max_steps - 1)
         codes, went_back = verdict.tolist(), rose.tolist()
-        last_step = [i for i, c in enumerate(codes) if c in (Status.CONVERGED, Status.MAX_STEPS)]
-        stay = [i for i, c in enumerate(codes) if c > Status.MAX_STEPS and not went_back[i]]
-        go_back = [i for i, c in enumerate(codes) if c > Status.MAX_STEPS and went_back[i]]
+        last_step = [i for i, c in enumerate(codes) if c in _TAKE_LAST]
+        stay = [i for i, c in enumerate(codes) if c in _TAKE_BEST and not went_back[i]]
+        go_back = [i for i, c in enumerate(codes) if c in _TAKE_BEST and went_back[i]]
         for members, take, steps, residual, cost in (
             (last_step, iterates.last, step + 1, final, iterates.last_cost),
             (stay, iterates.current, step, rho, 0),
