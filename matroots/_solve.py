@@ -23,9 +23,8 @@ from matroots.solvers._problem import Want
 from matroots.solvers.evd import LAPACK_LIMIT
 
 _BUFFERS = 6  # of the size of a chunk, that an iteration goes through in each step
-_CACHE = (
-    12 * 2**20
-)  # bytes; 512 x 64 x 64 fp32 by ndb on 32 MB of L3 cache: 1.06 times the products alone, unchunked 1.5
+# bytes; 512 x 64 x 64 fp32 by ndb on 32 MB of L3 cache: 1.06 times the products alone, unchunked 1.5
+_CACHE = 12 * 2**20
 
 
 def solve(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor]:
@@ -188,8 +187,6 @@ def _returned(
 def _in_units_of_input(prepared: Prepared, solution: Solution, scale: Tensor) -> dict[str, Tensor]:
     """Return scale, bound and damping as the user measures them; NaN where the input has none."""
     meaningless = (prepared.status == int(Status.NONFINITE_INPUT)) | ~prepared.symmetric
-    if solution.shift is not None:  # a shifted row is no longer empty
-        prepared = replace(prepared, zero_rows=prepared.zero_rows & (solution.shift == 0).unsqueeze(-1))
     unsolved = prepared.status != int(Status.CONVERGED)
     found = scale if solution.scale is None else scale * solution.scale
     eps = prepared.damping if solution.shift is None else prepared.damping + scale * solution.shift

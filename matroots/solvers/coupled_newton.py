@@ -62,12 +62,9 @@ class CoupledNewton:
         outcome = iterate(iterates, problem, self.steps, p, problem.tol)
         (X,) = outcome.roots
         matmuls, root = outcome.matmuls, None
-        if problem.want != "inverse" and p == 1:
-            root = original
-        elif problem.want != "inverse":
-            powers = raise_to(X, p - 1, problem.multiply)
-            root = problem.multiply(original, powers[-1], torch.empty_like(X))
-            matmuls = matmuls + len(powers)
+        if problem.want != "inverse":
+            root, spent = root_from_inverse(original, X, p, problem.multiply)
+            matmuls = matmuls + spent
         return Solution(
             inverse=None if problem.want == "root" else X,
             root=root,
@@ -139,6 +136,14 @@ class NewtonIterates:
     def _materialised(self, X: Tensor | None, members: Tensor | None) -> Tensor:
         Q = select(self.Q, members)
         return add_to_diagonal(torch.zeros_like(Q), 1.0) if X is None else select(X, members)
+
+
+def root_from_inverse(A: Tensor, X: Tensor, p: int, multiply: Product) -> tuple[Tensor, int]:
+    """Return ``A X^{p-1}``, which is ``A^{1/p}`` for ``X = A^{-1/p}``, and the products it took."""
+    if p == 1:
+        return A, 0
+    powers = raise_to(X, p - 1, multiply)
+    return multiply(A, powers[-1], torch.empty_like(X)), len(powers)
 
 
 def raise_to(Q: Tensor, power: int, multiply: Product) -> list[Tensor]:

@@ -25,7 +25,7 @@ from matroots._products import Product, add_to_diagonal, frobenius
 from matroots._result import Status
 from matroots.solvers._problem import Problem, Solution
 from matroots.solvers.chebyshev import exceeds
-from matroots.solvers.coupled_newton import raise_to
+from matroots.solvers.coupled_newton import raise_to, root_from_inverse
 
 MAX_DEGREE = 3
 _NARROW = (
@@ -194,9 +194,7 @@ class Minimax:
         lost = ~(rho <= 2.0 * n**0.5 * schedule.widest**p)
         extra, root = 0, None
         if original is not None:
-            powers = raise_to(X, p - 1, problem.multiply) if p > 1 else []
-            root = problem.multiply(original, powers[-1], torch.empty_like(X)) if powers else original
-            extra = len(powers)
+            root, extra = root_from_inverse(original, X, p, problem.multiply)
         each = torch.ones_like(status, dtype=torch.int64)
         return Solution(
             inverse=None if problem.want == "root" else X,
