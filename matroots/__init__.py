@@ -5,7 +5,7 @@ from matroots._certificate import Certificate, certify
 from matroots._prepare import lambda_bound
 from matroots._result import InvRoot, RootError, RootWarning, Status
 from matroots.scaling import Frobenius, MultiPower, Power
-from matroots.solvers import EVD, Chebyshev, CoupledNewton, Minimax, NewtonDB
+from matroots.solvers import EVD, Chebyshev, CoupledNewton, Minimax, NewtonDB, Rational
 
 __all__ = [
     "EVD",
@@ -18,6 +18,7 @@ __all__ = [
     "MultiPower",
     "NewtonDB",
     "Power",
+    "Rational",
     "RootError",
     "RootWarning",
     "Status",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from matroots._arguments import absolute_damping, check_count, check_number
 from matroots._exponent import Exponent, parse_exponent
-from matroots._products import HALF_DTYPES
+from matroots._products import HALF_DTYPES, unit_roundoff
 from matroots.scaling import SCALINGS, Scaling
 from matroots.solvers import EVD, SOLVERS, Solver
 
@@ -48,6 +48,11 @@ class Options:
     generator: torch.Generator | None
     compute_dtype: torch.dtype
 
+    @property
+    def product_roundoff(self) -> float:
+        """Unit roundoff of the products' operands."""
+        return unit_roundoff(self.matmul_dtype or self.compute_dtype)
+
 
 def resolve_options(
     A: Tensor,
@@ -78,7 +83,7 @@ def resolve_options(
     return Options(
         p=exponent,
         solver=solver,
-        scaling=_resolve("scaling", "multi_power" if scaling is None else scaling, SCALINGS, "estimate"),
+        scaling=_resolve("scaling", solver.own_scaling if scaling is None else scaling, SCALINGS, "estimate"),
         damping=absolute_damping(damping, A),
         rel_damping=check_number("rel_damping", rel_damping),
         solver_tol=solver_tol,

@@ -14,6 +14,7 @@ from matroots._arguments import check_matrices
 from matroots._products import (
     HALF_DTYPES,
     add_to_diagonal,
+    exceeds,
     frobenius,
     has_cholesky_factor,
     may_hold,
@@ -85,16 +86,27 @@ def prepare(
     return Prepared(S, exponent, bound, eps, noise, status, symmetric, zero_rows)
 
 
-def prove_definite(prepared: Prepared, u_input: float, singular_fails: bool) -> Prepared:
-    """Show by Cholesky factors that A is positive definite, shifted for rounding where it must be.
+def decoupled(prepared: Prepared) -> Prepared:
+    """Give rows that are exactly zero a positive diagonal entry: the root of the rest is unaffected."""
+    diagonal = prepared.A.diagonal(dim1=-2, dim2=-1)
+    diagonal.add_(prepared.zero_rows.to(diagonal.dtype), alpha=EMPTY_ROW)
+    return prepared
 
-    Rows that are exactly zero are decoupled from the rest by a positive diagonal entry; the root of the rest is
-    unaffected, an inverse root does not exist (SINGULAR, if ``singular_fails``). A member that has no Cholesky factor
-    gets the smallest of a few shifts, up to about twice ``noise``, or is INDEFINITE.
+
+def prove_definite(
+    prepared: Prepared, floor: Tensor, u_input: float, singular_fails: bool
+) -> tuple[Prepared, Tensor]:
+    """Show by Cholesky factors that A is positive definite, shifted for rounding where it must be, and whether it exceeds ``floor``.
+
+    A member for which ``A - floor I`` (floor ``(b,)``, 0 for none) has a factor has shown both. One that has no factor itself
+    gets the smallest of a few shifts, up to about twice ``noise``, or is INDEFINITE. An inverse root of a matrix with
+    zero rows does not exist (SINGULAR, if ``singular_fails``).
     """
     A = prepared.A
-    A.diagonal(dim1=-2, dim2=-1).add_(prepared.zero_rows.to(A.dtype), alpha=EMPTY_ROW)
-    failed = ~has_cholesky_factor(A)
+    failed = ~exceeds(A, floor)
+    covered = ~failed | (prepared.damping - prepared.noise >= floor)
+    if may_hold(failed & (floor > 0)):
+        failed = failed & ~has_cholesky_factor(A)
     shift = torch.zeros_like(prepared.damping)
     if may_hold(failed):
         shift, failed = _shift(A, failed, prepared, u_input)
@@ -103,12 +115,13 @@ def prove_definite(prepared: Prepared, u_input: float, singular_fails: bool) -> 
         singular = (status == int(Status.CONVERGED)) & prepared.zero_rows.any(-1)
         status = torch.where(singular, int(Status.SINGULAR), status)
     status = torch.where(prepared.status == int(Status.CONVERGED), status, prepared.status)
-    return replace(
+    proven = replace(
         prepared,
         A=with_identity(add_to_diagonal(A, shift), failed),
         damping=prepared.damping + shift,
         status=status.to(torch.int32),
     )
+    return proven, covered
 
 
 def _shift(A: Tensor, failed: Tensor, prepared: Prepared, u_input: float) -> tuple[Tensor, Tensor]:

@@ -68,6 +68,11 @@ def has_cholesky_factor(A: Tensor) -> Tensor:
     return info == 0
 
 
+def exceeds(A: Tensor, floor: Tensor) -> Tensor:
+    """Return whether ``A - floor I`` has a Cholesky factor, ``(b,)``; ``floor`` is one number per member."""
+    return has_cholesky_factor(add_to_diagonal(A.clone(), -floor) if may_hold(floor != 0) else A)
+
+
 def frobenius(A: Tensor) -> Tensor:
     """Return the Frobenius norm of each member, in float64 where the device has it, else float32."""
     norm: Tensor = torch.linalg.vector_norm(A, dim=(-2, -1))

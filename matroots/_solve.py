@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from matroots._exponent import Exponent
 from matroots._options import Options
-from matroots._prepare import EMPTY_ROW, Prepared, members_of, prepare, prove_definite, rescaled
+from matroots._prepare import EMPTY_ROW, Prepared, decoupled, members_of, prepare, prove_definite, rescaled
 from matroots._products import HALF_DTYPES, Product, full_precision, may_hold, unit_roundoff, wide
 from matroots._result import InvRoot, Status
 from matroots.scaling.bounds import guarded
@@ -22,7 +22,6 @@ from matroots.solvers import EVD, Problem, Solution
 from matroots.solvers._problem import Want
 from matroots.solvers.evd import LAPACK_LIMIT
 
-_BUFFERS = 6  # of the size of a chunk, that an iteration goes through in each step
 # bytes; 512 x 64 x 64 fp32 by ndb on 32 MB of L3 cache: 1.06 times the products alone, unchunked 1.5
 _CACHE = 12 * 2**20
 
@@ -48,7 +47,7 @@ def chunk_size(A: Tensor, options: Options) -> int:
     b, n = A.shape[:-2].numel(), A.shape[-1]
     held = b
     if A.is_cpu:
-        held = max(1, _CACHE // (_BUFFERS * n * n * options.compute_dtype.itemsize))
+        held = max(1, _CACHE // (options.solver.buffers * n * n * options.compute_dtype.itemsize))
     return min(b, held, options.max_batch or b)
 
 
@@ -106,10 +105,14 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     solver = options.solver
     prepared = prepare(A, damping, options.rel_damping, options.compute_dtype, solver.damped_input)
     scale = torch.ones_like(prepared.bound)
+    covered = torch.ones_like(prepared.symmetric)
     if solver.needs_definite:
-        prepared = prove_definite(prepared, unit_roundoff(A.dtype), want != "root")
-        scale = _scale(prepared, options)
-    solution = solver.solve(_problem(prepared, scale, options, want))
+        scale = _scale(decoupled(prepared), options)
+        floor = scale * solver.designed_floor(options.rel_damping, options.product_roundoff)
+        eps = prepared.damping
+        prepared, covered = prove_definite(prepared, floor, unit_roundoff(A.dtype), want != "root")
+        scale = scale + (prepared.damping - eps)
+    solution = solver.solve(_problem(prepared, scale, covered, options, want))
     if solution.shift is not None:  # a shifted row is no longer empty
         prepared = replace(prepared, zero_rows=prepared.zero_rows & (solution.shift == 0).unsqueeze(-1))
     unsolved = prepared.status != int(Status.CONVERGED)  # something else stood in its place
@@ -141,7 +144,7 @@ def _unusable(root: Tensor, computed: Tensor) -> Tensor:
     return ~torch.isfinite(largest) | ((largest == 0) & (computed.abs().amax((-2, -1)) > 0))
 
 
-def _problem(prepared: Prepared, scale: Tensor, options: Options, want: Want) -> Problem:
+def _problem(prepared: Prepared, scale: Tensor, covered: Tensor, options: Options, want: Want) -> Problem:
     """Divide by the scale, in place."""
     return Problem(
         A=prepared.A.div_(scale.to(prepared.A.dtype).reshape(-1, 1, 1)),
@@ -153,6 +156,7 @@ def _problem(prepared: Prepared, scale: Tensor, options: Options, want: Want) ->
         zero_rows=prepared.zero_rows,
         tol=options.solver_tol,
         max_steps=options.max_steps,
+        covered=covered,
         multiply=Product(options.matmul_dtype),
     )
 

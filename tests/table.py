@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import matroots
-from matroots import EVD, Chebyshev, CoupledNewton, Frobenius, MultiPower, NewtonDB, Power
+from matroots import EVD, Chebyshev, CoupledNewton, Frobenius, MultiPower, NewtonDB, Power, Rational
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 INTEGERS = tuple(range(1, 17))
@@ -121,6 +121,16 @@ ROWS = (
         steps_keyword=False,
         floored=True,
         by_inverse=True,
+    ),
+    Row(
+        "rational",
+        "rational",
+        INTEGERS + REALS,
+        ANYTHING,
+        fixed=lambda poles: Rational(poles=poles, floor=1e-2),
+        products=lambda p, poles: 0,  # factors of shifted matrices, and no product of whole ones
+        half_products=False,
+        floored=True,
     ),
     # degree 1000 reaches fp64 accuracy for floors down to about 1/1000, of which a rung of 1/4 and a loose bound take some
     Row(

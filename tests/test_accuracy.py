@@ -234,7 +234,9 @@ def test_tol_bounds_the_residual(row, p, tol):
     assert bool((result.status == Status.CONVERGED).all())
     assert torch.linalg.matrix_norm(gap).max() <= tol
     full = matroots.inv_root_ex(A, p, method=row.method)
-    assert bool((result.matmuls < full.matmuls).any()), "a looser tolerance must cost less"
+    assert bool((result.matmuls + result.steps < full.matmuls + full.steps).any()), (
+        "a looser tolerance must cost less"
+    )
 
 
 def test_auto_holds_tol_on_the_certified_error():

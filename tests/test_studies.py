@@ -62,7 +62,7 @@ def test_accuracy_certificates_hold_on_recorded_factors(
 ) -> None:
     study("accuracy", tmp_path, "--quick", "--scalings", "multi_power", "frobenius")
     rows = records(tmp_path, "accuracy")
-    assert {row["method"] for row in rows} == {"evd", "cn", "ndb", "chebyshev", "minimax"}
+    assert {row["method"] for row in rows} == {"evd", "cn", "ndb", "chebyshev", "minimax", "rational"}
     valid = [row for row in rows if row["valid"] == "True"]
     assert len(valid) == len(rows)
     assert all(float(row["certificate"]) >= float(row["true_error"]) for row in valid)

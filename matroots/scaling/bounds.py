@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from matroots._products import add_to_diagonal, frobenius, has_cholesky_factor, wide
+from matroots._products import add_to_diagonal, frobenius, has_cholesky_factor, may_hold, wide
 
 
 def inflation(A: Tensor) -> float:
@@ -44,6 +44,8 @@ def guarded(A: Tensor, estimate: Tensor, bound: Tensor, headroom: float) -> Tens
     estimate = torch.where(estimate.isfinite(), estimate, bound)
     if headroom > 1.0:
         return torch.maximum(torch.minimum(estimate, bound), bound / headroom)
+    if not may_hold(estimate < bound):
+        return bound
     gap = add_to_diagonal(-A, estimate)
     proven = has_cholesky_factor(gap)
     return torch.where(proven, torch.minimum(estimate * inflation(A), bound), bound)

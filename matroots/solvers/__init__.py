@@ -8,6 +8,7 @@ from matroots.solvers.coupled_newton import CoupledNewton
 from matroots.solvers.evd import EVD
 from matroots.solvers.minimax import Minimax
 from matroots.solvers.newton_db import NewtonDB
+from matroots.solvers.rational import Rational
 
 __all__ = [
     "EVD",
@@ -17,14 +18,19 @@ __all__ = [
     "Minimax",
     "NewtonDB",
     "Problem",
+    "Rational",
     "Solution",
     "Solver",
 ]
 
-SOLVERS: dict[str, type[EVD] | type[CoupledNewton] | type[NewtonDB] | type[Chebyshev] | type[Minimax]] = {
+SOLVERS: dict[
+    str,
+    type[EVD] | type[CoupledNewton] | type[NewtonDB] | type[Chebyshev] | type[Minimax] | type[Rational],
+] = {
     "evd": EVD,
     "cn": CoupledNewton,
     "ndb": NewtonDB,
     "chebyshev": Chebyshev,
     "minimax": Minimax,
+    "rational": Rational,
 }

@@ -29,6 +29,7 @@ class Problem:
         zero_rows: ``(b, n)`` bool, rows and columns of the undamped input that are exactly zero.
         tol: bound asked for on the residual; None for the precision's limit.
         max_steps: limit on steps, None for the solver's own.
+        covered: ``(b,)`` bool, A is proven to lie above the solver's :meth:`Solver.designed_floor`.
         multiply: the product of two batches.
     """
 
@@ -41,6 +42,7 @@ class Problem:
     zero_rows: Tensor
     tol: float | None
     max_steps: int | None
+    covered: Tensor
     multiply: Product
 
     @property
@@ -91,6 +93,16 @@ class Solver(Protocol):
         """Whether ``Problem.A`` shall have the damping on its diagonal already."""
         ...
 
+    @property
+    def own_scaling(self) -> str:
+        """Name of the scaling that is used unless the caller names one."""
+        ...
+
+    @property
+    def buffers(self) -> int:
+        """How many tensors of the size of the input a solve goes through: what is to fit into a cache."""
+        ...
+
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` for a p that the method cannot take or a keyword that contradicts an option."""
         ...
@@ -99,9 +111,44 @@ class Solver(Protocol):
         """How far above the scale the spectrum may reach before the iteration leaves its branch (1: not at all)."""
         ...
 
+    def designed_floor(self, rel_damping: float, u: float) -> float:
+        """Lower end, relative to the scale, of the spectrum that the work is designed for; 0: none is fixed beforehand.
+
+        ``u`` is the unit roundoff of the products' operands.
+        """
+        ...
+
     def solve(self, problem: Problem) -> Solution:
         """Compute the roots of ``problem.A``."""
         ...
+
+
+class OfDefinite:
+    """What the solvers have in common that work on a matrix proven to be positive definite, and scaled."""
+
+    @property
+    def needs_definite(self) -> bool:
+        """The method is defined for positive definite input only."""
+        return True
+
+    @property
+    def damped_input(self) -> bool:
+        """The damping is on the diagonal from the start."""
+        return True
+
+    @property
+    def own_scaling(self) -> str:
+        """Multi-power iteration: an iteration pays for every factor of two that the scale is too large."""
+        return "multi_power"
+
+    @property
+    def buffers(self) -> int:
+        """Iterates, and the products that replace them."""
+        return 6
+
+    def designed_floor(self, rel_damping: float, u: float) -> float:
+        """None: the work depends on the spectrum that is met."""
+        return 0.0
 
 
 def refuse_fixed(option: str, value: object, tol: float | None, max_steps: int | None, solver: str) -> None:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from matroots._arguments import check_count, check_number
 from matroots._exponent import Exponent
-from matroots._products import Product, add_to_diagonal, frobenius, has_cholesky_factor, wide
+from matroots._products import Product, add_to_diagonal, exceeds, frobenius, wide
 from matroots._result import Status
-from matroots.solvers._problem import Problem, Solution, refuse_fixed
+from matroots.solvers._problem import OfDefinite, Problem, Solution, refuse_fixed
 
 Coefficients = npt.NDArray[np.float64]
 DEFAULT_MAX_DEGREE = 1000
@@ -30,7 +30,7 @@ _RUNG = 4.0  # floors are tried at powers of 1/4: the degree is then at most twi
 
 
 @dataclass(frozen=True)
-class Chebyshev:
+class Chebyshev(OfDefinite):
     """Truncated Chebyshev series, ``method="chebyshev"``: any real p >= 1, ``degree - 1`` products.
 
     Args:
@@ -47,16 +47,6 @@ class Chebyshev:
         if self.floor is not None and not 0 < check_number("floor", self.floor) < 1:
             raise ValueError(f"floor: expected a number in (0, 1) or None, got {self.floor!r}")
 
-    @property
-    def needs_definite(self) -> bool:
-        """The interval must hold the spectrum."""
-        return True
-
-    @property
-    def damped_input(self) -> bool:
-        """The damping is on the diagonal from the start."""
-        return True
-
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` when a keyword contradicts ``degree``; every p is taken."""
         refuse_fixed("degree", self.degree, tol, max_steps, "Chebyshev")
@@ -64,6 +54,10 @@ class Chebyshev:
     def headroom(self, p: Exponent) -> float:
         """None: the polynomial explodes above its interval."""
         return 1.0
+
+    def designed_floor(self, rel_damping: float, u: float) -> float:
+        """The given floor, at least ``4 u``."""
+        return 0.0 if self.floor is None else max(self.floor, 4.0 * u)
 
     def solve(self, problem: Problem) -> Solution:
         """Evaluate one polynomial per floor: members whose floors agree share it."""
@@ -131,9 +125,7 @@ class Chebyshev:
         """
         A, lowest = problem.A, 4.0 * problem.unit_roundoff
         if self.floor is not None:
-            floor = max(self.floor, lowest)
-            above = (problem.floor >= floor) | exceeds(A, torch.full_like(problem.floor, floor))
-            return [(floor, slice(None))], above
+            return [(max(self.floor, lowest), slice(None))], problem.covered
         deepest = math.floor(-math.log(lowest, _RUNG))
         rung = first_rung(A, deepest)
         damped = torch.ceil(-torch.log(problem.floor) / math.log(_RUNG)).clamp(0, deepest + 1)
@@ -154,11 +146,6 @@ def _target(problem: Problem, p: float, sign: int, floor: float) -> float:
     room = max(problem.tol - problem.precision_limit, problem.tol / 2)
     relative = math.expm1(math.log1p(room / problem.A.shape[-1] ** 0.5) / p)
     return relative * min(1.0, math.pow(floor, sign / p))
-
-
-def exceeds(A: Tensor, floor: Tensor) -> Tensor:
-    """Return whether ``A - floor I`` has a Cholesky factor, ``(b,)``."""
-    return has_cholesky_factor(add_to_diagonal(A.clone(), -floor))
 
 
 def first_rung(A: Tensor, deepest: int) -> Tensor:

@@ -15,11 +15,11 @@ from matroots._arguments import check_count
 from matroots._exponent import Exponent, addition_chain, as_integer
 from matroots._products import Product, add_to_diagonal, frobenius
 from matroots.solvers._coupled import Roots, iterate, select
-from matroots.solvers._problem import Problem, Solution, refuse_fixed
+from matroots.solvers._problem import OfDefinite, Problem, Solution, refuse_fixed
 
 
 @dataclass(frozen=True)
-class CoupledNewton:
+class CoupledNewton(OfDefinite):
     """Coupled Newton, ``method="cn"``: any integer p, ``l(p) + 2`` products a step (l: length of an addition chain).
 
     Args:
@@ -31,16 +31,6 @@ class CoupledNewton:
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
-
-    @property
-    def needs_definite(self) -> bool:
-        """The iteration is defined for positive definite input only."""
-        return True
-
-    @property
-    def damped_input(self) -> bool:
-        """The damping is on the diagonal from the start."""
-        return True
 
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` unless p is an integer, or when a keyword contradicts ``steps``."""

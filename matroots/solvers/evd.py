@@ -64,6 +64,16 @@ class EVD:
         """Whether the spectrum is treated after the damping, or the damping is part of the treatment."""
         return self.spectrum in ("damp", "refuse")
 
+    @property
+    def own_scaling(self) -> str:
+        """Not used."""
+        return "multi_power"
+
+    @property
+    def buffers(self) -> int:
+        """The input, the eigenvectors, scaled and not, and the root."""
+        return 4
+
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` for ``max_steps`` and ``tol``: there are no steps, and no residual."""
         if tol is not None:
@@ -76,6 +86,10 @@ class EVD:
     def headroom(self, p: Exponent) -> float:
         """No scale is needed."""
         return float("inf")
+
+    def designed_floor(self, rel_damping: float, u: float) -> float:
+        """None."""
+        return 0.0
 
     def solve(self, problem: Problem) -> Solution:
         """Compute ``Q f(lambda) Q^T`` for the powers that are wanted."""

@@ -23,8 +23,7 @@ from matroots._arguments import check_number
 from matroots._exponent import Exponent, addition_chain, as_integer
 from matroots._products import Product, add_to_diagonal, frobenius
 from matroots._result import Status
-from matroots.solvers._problem import Problem, Solution
-from matroots.solvers.chebyshev import exceeds
+from matroots.solvers._problem import OfDefinite, Problem, Solution
 from matroots.solvers.coupled_newton import raise_to, root_from_inverse
 
 MAX_DEGREE = 3
@@ -131,7 +130,7 @@ def _binomial_step(p: int, error: float, degree: int) -> tuple[Step, float]:
 
 
 @dataclass(frozen=True)
-class Minimax:
+class Minimax(OfDefinite):
     """Composite minimax polynomials, ``method="minimax"``: any integer p, the schedule with the fewest products.
 
     Args:
@@ -152,16 +151,6 @@ class Minimax:
         if check_number("cushion", self.cushion) > 0.25:
             raise ValueError(f"cushion: expected a number in [0, 1/4], got {self.cushion!r}")
 
-    @property
-    def needs_definite(self) -> bool:
-        """The iteration is defined for positive definite input only."""
-        return True
-
-    @property
-    def damped_input(self) -> bool:
-        """The damping is on the diagonal from the start."""
-        return True
-
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` unless p is an integer, and for ``max_steps``: the schedule is fixed by floor and tol."""
         if as_integer(p) is None:
@@ -177,12 +166,18 @@ class Minimax:
         """None: the polynomials are best on their interval and on nothing above it."""
         return 1.0
 
+    def designed_floor(self, rel_damping: float, u: float) -> float:
+        """The given floor, or what is known without looking at the device, at least ``4 u``."""
+        # half of what is known: the proof that the spectrum lies above needs room for rounding
+        known = 0.5 * rel_damping / (1.0 + rel_damping)
+        return max(known if self.floor is None else self.floor, 4.0 * u)
+
     def solve(self, problem: Problem) -> Solution:
         """Run the schedule for the floor: ``A^{-1/p}``, and from it, where wanted, ``A^{1/p} = A X^{p-1}``."""
         p, n = as_integer(problem.p) or 1, problem.A.shape[-1]
-        floor = self._floor(problem)
+        floor = self.designed_floor(problem.rel_damping, problem.unit_roundoff)
         schedule = cheapest_schedule(p, floor, _target(problem, p), self.cushion)
-        covered = (problem.floor >= floor) | exceeds(problem.A, torch.full_like(problem.floor, floor))
+        covered = problem.covered
         original = None if problem.want == "inverse" else problem.A.clone()
         X, rho = run(problem.A, p, schedule.steps, problem.multiply)
         residual = torch.full_like(rho, n**0.5 * math.expm1(p * math.log1p(schedule.error)))
@@ -205,12 +200,6 @@ class Minimax:
             history=residual.new_empty(len(status), 0),
             matmuls=each * (schedule.products + extra),
         )
-
-    def _floor(self, problem: Problem) -> float:
-        """Return the floor of the design: given, or known without looking at the device, at least ``4 u``."""
-        # half of what is known: the proof that the spectrum lies above needs room for rounding
-        known = 0.5 * problem.rel_damping / (1.0 + problem.rel_damping)
-        return max(known if self.floor is None else self.floor, 4.0 * problem.unit_roundoff)
 
 
 def _target(problem: Problem, p: int) -> float:

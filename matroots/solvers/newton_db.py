@@ -19,11 +19,11 @@ from matroots._exponent import Exponent, as_integer
 from matroots._products import Product, add_to_diagonal, frobenius
 from matroots._result import Status
 from matroots.solvers._coupled import Outcome, Roots, iterate, select
-from matroots.solvers._problem import Problem, Solution, Want, refuse_fixed
+from matroots.solvers._problem import OfDefinite, Problem, Solution, Want, refuse_fixed
 
 
 @dataclass(frozen=True)
-class NewtonDB:
+class NewtonDB(OfDefinite):
     """Newton-Denman-Beavers, ``method="ndb"``: p = 2, 4, 8, ..., at most ``3 s - 3`` products per square root of s steps.
 
     Args:
@@ -35,16 +35,6 @@ class NewtonDB:
 
     def __post_init__(self) -> None:
         check_count("steps", self.steps)
-
-    @property
-    def needs_definite(self) -> bool:
-        """The iteration is defined for positive definite input only."""
-        return True
-
-    @property
-    def damped_input(self) -> bool:
-        """The damping is on the diagonal from the start."""
-        return True
 
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` unless p is a power of two, or when a keyword contradicts ``steps``."""
