@@ -3,15 +3,15 @@
 Paterson and Stockmeyer's scheme (SIAM J. Comput. 2, 1973) with T_m in place of powers. Baby steps make ``T_1 .. T_k``; the series is
 regrouped as ``sum_j B_j T_j(T_k)`` with B_j of degree below k; Clenshaw's recurrence in ``T_k`` makes the giant steps.
 
-Nothing in it grows. ``T_{jk+i} = 2 T_i T_{jk} - T_{jk-i}`` turns the coefficients c into ``2 (c_{jk+i} - c_{(j+2)k-i} + c_{(j+2)k+i} - ...)``,
-whose indices differ by even numbers: where c alternates in sign and decreases, as for ``x^{-1/p}``, they are at most ``2 |c_{jk+i}|``.
+Nothing in it grows (docs/chebyshev.md). ``T_{jk+i} = 2 T_i T_{jk} - T_{jk-i}`` turns the coefficients c into
+``2 (c_{jk+i} - c_{(j+2)k-i} + c_{(j+2)k+i} - ...)``, whose indices differ by even numbers: where c alternates in sign and decreases, as for ``x^{-1/p}``, they are at most ``2 |c_{jk+i}|``.
 Halving the degree by ``T_{2^m k}`` takes more products, and the variant for monic polynomials, which takes fewer, divides by c_d.
 
 A rounding in ``T_i`` enters ``T_m`` times ``(m/i)^2`` in each pair of eigenvectors whose eigenvalues T_i maps to one value. Two choices
 keep that away from the largest and the smallest eigenvalue, where it is a residual of ``u / f^2`` in place of ``u / f``:
 k is odd (an even T_k is 1 at both ends), and the baby steps are ``T_{i+1} = 2 T_1 T_i - T_{i-1}``, not ``T_{2i} = 2 T_i^2 - I``.
-Measured on fp32, floor 1e-4, p = 2, half of the eigenvalues at each end: ``||I - A X^2||_F`` in units of ``sqrt(n) u / f`` is 608 with
-doubling and k = 16, 21 with doubling and k = 15, 13 as it stands; Clenshaw's recurrence of full degree leaves 153.
+Measured in fp32, f = 1e-5, p = 2, half of the eigenvalues at each end: ``||I - A X^2||_F`` in units of ``sqrt(n) u / f`` is 5786 with
+doubling and k = 32, 96 with doubling and k = 31, 43 as it stands; Clenshaw's recurrence of full degree leaves 822.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from matroots._products import Product, add_to_diagonal
 
-MOST_BABY_STEPS = 31  # each is a buffer of the size of the batch; reached at degree 900
+MOST_BABY_STEPS = 31  # each is a buffer of the size of the batch; reached at degree 929
 _ROWS = 8  # B_j made by one read of the baby steps
 
 

@@ -70,13 +70,9 @@ class Chebyshev:
         A, p, n = problem.A, float(problem.p), problem.A.shape[-1]
         signs = {"inverse": (-1,), "root": (1,), "pair": (-1, 1)}[problem.want]
         roots = {sign: torch.empty_like(A) for sign in signs}
-        error = torch.zeros(A.shape[0], dtype=wide(A.device), device=A.device)
-        rounding = torch.zeros_like(error)
-        degrees, matmuls = (torch.zeros_like(error, dtype=torch.int64) for _ in range(2))
-        reached, exploded = (
-            torch.ones_like(error, dtype=torch.bool),
-            torch.zeros_like(error, dtype=torch.bool),
-        )
+        error, rounding = torch.zeros(2, A.shape[0], dtype=wide(A.device), device=A.device)
+        degrees, matmuls = torch.zeros(2, A.shape[0], dtype=torch.int64, device=A.device)
+        missed, exploded = torch.zeros(2, A.shape[0], dtype=torch.bool, device=A.device)
         floors, covered = self._floors(problem)
         for proven, members in floors:
             for sign, root in roots.items():
@@ -88,12 +84,12 @@ class Chebyshev:
                 rounding[members] = rounding[members].clamp_min(_rounding(problem, p, floor, degree))
                 degrees[members] += degree
                 matmuls[members] += products(degree)
-                reached[members] &= enough
+                missed[members] |= not enough
                 covered[members] &= floor <= proven
                 root[members] = X
         # the same relative error in every eigenvalue at worst: sqrt(n) in the Frobenius norm
         residual = n**0.5 * (torch.expm1(p * torch.log1p(error)) + rounding) + problem.precision_limit
-        status = torch.where(reached & covered, int(Status.CONVERGED), int(Status.MAX_STEPS))
+        status = torch.where(covered & ~missed, int(Status.CONVERGED), int(Status.MAX_STEPS))
         if problem.tol is not None:
             status = torch.where((status == 0) & (residual > problem.tol), int(Status.STAGNATED), status)
         return Solution(
@@ -161,7 +157,7 @@ def _rounding(problem: Problem, p: float, floor: float, degree: int) -> float:
     """Return what rounding leaves of ``||I - A X^p||_2``: ``u (2 sqrt(d) / f + 4 p)``.
 
     ``u / f`` is what one rounding of A does; those of d terms in the pairs of one eigenvector at the floor and one far above
-    it add up like a random walk (measured, see docs/guide.md); next to f = 1 the rounding of X itself, p-fold, is left.
+    it add up like a random walk (measured, see docs/chebyshev.md); next to f = 1 the rounding of X itself, p-fold, is left.
     """
     return problem.unit_roundoff * (2.0 * math.sqrt(degree) / floor + 4.0 * p)
 
@@ -184,6 +180,7 @@ def first_rung(A: Tensor, deepest: int) -> Tensor:
     return high
 
 
+@lru_cache(maxsize=64)
 def _largest_value(c: tuple[float, ...], floor: float) -> float:
     """Return a bound on the polynomial on [0, 1]: ``|T_k| <= 1`` on [floor, 1], and below it rises towards 0."""
     at_zero = np.polynomial.chebyshev.chebval(-(1.0 + floor) / (1.0 - floor), c)
