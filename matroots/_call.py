@@ -61,7 +61,7 @@ def inv_root_ex(
         rel_damping: relative to :func:`lambda_bound` of A, ``>= 0``.
         tol: bound on the residual ``||I - A X^p||_F`` of the solver; for "auto" on the certified relative error, which
             it then computes; "evd" has none. None: as far as the precision goes.
-        max_steps: limit on the steps of "cn" and of each square root of "ndb" (60), or the degree of "chebyshev" (1000).
+        max_steps: limit on the steps of "cn" and of each square root of "ndb" (60), or the degree of "chebyshev" (8000).
         matmul_dtype: ``torch.float16`` or ``torch.bfloat16``: operands of products are rounded to it and summed in fp32.
             Not for "evd".
         max_batch: members solved at once; bounds the workspace, does not change the answer.

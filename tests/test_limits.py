@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from matrices import error, geometric, inverse_root, spd, with_spectrum
-from table import BF16, FP16, FP32, FP64, ROWS, name
+from table import BF16, FP16, FP32, FP64, ROWS, name, series_products
 
 import matroots
 from matroots import EVD, Chebyshev, Frobenius, MultiPower, Power, Status
@@ -53,7 +53,7 @@ def test_a_given_degree_is_trimmed_to_what_the_precision_can_hold():
     result = matroots.inv_root_ex(A, 2, method=Chebyshev(degree=500, floor=0.1))
     assert result.status == Status.CONVERGED
     assert result.steps < 60
-    assert result.matmuls == result.steps - 1
+    assert result.matmuls == series_products(int(result.steps))
     assert error(result.root, inverse_root(A, 2)) < 1e-5
 
 

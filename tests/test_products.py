@@ -19,6 +19,7 @@ from table import (
     cases,
     name,
     newton_products,
+    series_products,
     shortest_chain,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,11 +154,29 @@ def test_one_step_of_denman_beavers():
         assert watch.products == result.matmuls.item() == products
 
 
-@pytest.mark.parametrize("degree", [1, 2, 3, 10, 60])
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 2.5])
-def test_chebyshev_costs_its_degree_less_one(p, degree):
-    watch, result = watched(spd(SIZE), p, method=Chebyshev(degree=degree, floor=1e-2))
-    assert watch.products == result.matmuls.item() == degree - 1
+@pytest.mark.parametrize(
+    ("degree", "products"),
+    [
+        (1, 0),
+        (2, 1),
+        (3, 2),
+        (7, 4),
+        (10, 5),
+        (30, 9),
+        (60, 14),
+        (97, 18),
+        (120, 20),
+        (250, 30),
+        (500, 43),
+        (1000, 62),
+    ],
+)
+@pytest.mark.parametrize("p", [1, 2, 2.5])
+def test_chebyshev_costs_twice_the_root_of_its_degree(p, degree, products):
+    """2 sqrt(d) - 2, rounded up, and at most one more: k - 1 + ceil(d/k) - 1 for the best odd k."""
+    watch, result = watched(spd(SIZE), p, method=Chebyshev(degree=degree, floor=1e-4))
+    assert watch.products == result.matmuls.item() == products == series_products(degree)
+    assert products <= 2 * degree**0.5 + 1 - 2 + 0.5
     assert result.steps.item() == degree
 
 

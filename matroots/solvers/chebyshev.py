@@ -1,8 +1,7 @@
-"""Chebyshev series of ``x^{-1/p}`` on ``[floor, 1]``, evaluated by Clenshaw's recurrence (DASH, arXiv:2602.02016).
+"""Chebyshev series of ``x^{-1/p}`` on ``[floor, 1]`` (DASH, arXiv:2602.02016), evaluated by baby steps and giant steps.
 
-With ``t(x) = (2 x - 1 - f)/(1 - f)`` and ``x^{-1/p} ~ sum_k c_k T_k(t)``, Clenshaw's ``b_k = c_k I + 2 T b_{k+1} - b_{k+2}`` needs ``d - 1``
-products for degree d. Outside the interval T_k explodes, so the scale must be a proven bound; an eigenvalue below the
-floor is only undershot, and is reported.
+``x^{-1/p} ~ sum_k c_k T_k(t)`` with ``t(x) = (2 x - 1 - f)/(1 - f)`` takes about ``2 sqrt(d)`` products for degree d. Outside the
+interval T_k explodes, so the scale must be a proven bound; an eigenvalue below the floor is only undershot, and is reported.
 """
 
 from __future__ import annotations
@@ -19,22 +18,23 @@ from torch import Tensor
 
 from matroots._arguments import check_count, check_number
 from matroots._exponent import Exponent
-from matroots._products import Product, add_to_diagonal, exceeds, frobenius, wide
+from matroots._products import exceeds, frobenius, wide
 from matroots._result import Status
+from matroots.solvers._giant_steps import evaluate, products
 from matroots.solvers._problem import OfDefinite, Problem, Solution, refuse_fixed
 
 Coefficients = npt.NDArray[np.float64]
-DEFAULT_MAX_DEGREE = 1000
+DEFAULT_MAX_DEGREE = 8000
 _LOOSEST = 0.5  # relative error up to which a polynomial of too low a degree still resembles the function
 _RUNG = 4.0  # floors are tried at powers of 1/4: the degree is then at most twice what the exact floor needs
 
 
 @dataclass(frozen=True)
 class Chebyshev(OfDefinite):
-    """Truncated Chebyshev series, ``method="chebyshev"``: any real p >= 1, ``degree - 1`` products.
+    """Truncated Chebyshev series, ``method="chebyshev"``: any real p >= 1, about ``2 sqrt(degree)`` products (14 for 60).
 
     Args:
-        degree: of the polynomial, less where the terms are lost in rounding; None takes the smallest that reaches ``tol``, at most ``max_steps`` (1000).
+        degree: of the polynomial, less where the terms are lost in rounding; None takes the smallest that reaches ``tol``, at most ``max_steps`` (8000).
         floor: lower end of the interval relative to the scale, in (0, 1); None finds, for each member, a proven one
             among the powers of 1/4 (and the damping). With degree and floor given nothing synchronises.
     """
@@ -55,6 +55,11 @@ class Chebyshev(OfDefinite):
         """None: the polynomial explodes above its interval."""
         return 1.0
 
+    @property
+    def buffers(self) -> int:
+        """Half of the baby steps of a high degree: 256 x 64 x 64 in float32 is slower with 6, 24 or 48."""
+        return 12
+
     def designed_floor(self, rel_damping: float, u: float) -> float:
         """The given floor, at least ``4 u``."""
         return 0.0 if self.floor is None else max(self.floor, 4.0 * u)
@@ -64,29 +69,26 @@ class Chebyshev(OfDefinite):
         A, p, n = problem.A, float(problem.p), problem.A.shape[-1]
         signs = {"inverse": (-1,), "root": (1,), "pair": (-1, 1)}[problem.want]
         roots = {sign: torch.empty_like(A) for sign in signs}
-        error = torch.zeros(A.shape[0], dtype=wide(A.device), device=A.device)
-        degrees = torch.zeros_like(error, dtype=torch.int64)
-        reached, exploded = (
-            torch.ones_like(error, dtype=torch.bool),
-            torch.zeros_like(error, dtype=torch.bool),
-        )
+        error, rounding = torch.zeros(2, A.shape[0], dtype=wide(A.device), device=A.device)
+        degrees, matmuls = torch.zeros(2, A.shape[0], dtype=torch.int64, device=A.device)
+        missed, exploded = torch.zeros(2, A.shape[0], dtype=torch.bool, device=A.device)
         floors, covered = self._floors(problem)
         for proven, members in floors:
             for sign, root in roots.items():
                 degree, floor, enough = self._polynomial(problem, p, sign, proven)
                 c = series(p, sign, floor)[: degree + 1]
-                X = clenshaw(A[members], c, floor, problem.multiply)
+                X = evaluate(A[members], c, floor, problem.multiply)
                 exploded[members] |= ~(frobenius(X) <= 2 * n**0.5 * _largest_value(c, floor))
-                # each of the steps of the recurrence rounds values of the size of the largest
-                rounding = 2 * degree * problem.unit_roundoff * max(1.0, math.pow(floor, sign / p))
-                error[members] = error[members].clamp_min(relative_error(p, sign, floor, degree) + rounding)
+                error[members] = error[members].clamp_min(relative_error(p, sign, floor, degree))
+                rounding[members] = rounding[members].clamp_min(_rounding(problem, p, floor, degree))
                 degrees[members] += degree
-                reached[members] &= enough
+                matmuls[members] += products(degree)
+                missed[members] |= not enough
                 covered[members] &= floor <= proven
                 root[members] = X
         # the same relative error in every eigenvalue at worst: sqrt(n) in the Frobenius norm
-        residual = n**0.5 * torch.expm1(p * torch.log1p(error)) + problem.precision_limit
-        status = torch.where(reached & covered, int(Status.CONVERGED), int(Status.MAX_STEPS))
+        residual = n**0.5 * (torch.expm1(p * torch.log1p(error)) + rounding) + problem.precision_limit
+        status = torch.where(covered & ~missed, int(Status.CONVERGED), int(Status.MAX_STEPS))
         if problem.tol is not None:
             status = torch.where((status == 0) & (residual > problem.tol), int(Status.STAGNATED), status)
         return Solution(
@@ -96,7 +98,7 @@ class Chebyshev(OfDefinite):
             steps=degrees,
             residual=torch.where(covered, residual, residual.clamp_min(n**0.5)),
             history=residual.new_empty(A.shape[0], 0),
-            matmuls=(degrees - len(roots)).clamp_min(0),
+            matmuls=matmuls,
         )
 
     def _polynomial(self, problem: Problem, p: float, sign: int, floor: float) -> tuple[int, float, bool]:
@@ -148,6 +150,15 @@ def _target(problem: Problem, p: float, sign: int, floor: float) -> float:
     return relative * min(1.0, math.pow(floor, sign / p))
 
 
+def _rounding(problem: Problem, p: float, floor: float, degree: int) -> float:
+    """Return what rounding leaves of ``||I - A X^p||_2``: ``u (2 sqrt(d) / f + 4 p)``.
+
+    ``u / f`` is what one rounding of A does; those of d terms in the pairs of one eigenvector at the floor and one far above
+    it add up like a random walk (measured, see docs/chebyshev.md); next to f = 1 the rounding of X itself, p-fold, is left.
+    """
+    return problem.unit_roundoff * (2.0 * math.sqrt(degree) / floor + 4.0 * p)
+
+
 def first_rung(A: Tensor, deepest: int) -> Tensor:
     """Return the smallest k >= 1 with ``A > 4^-k I`` for each member, by bisection; ``deepest + 1`` where there is none."""
     low = torch.zeros(A.shape[0], dtype=torch.int64, device=A.device)  # fails, or untried at 1
@@ -161,32 +172,11 @@ def first_rung(A: Tensor, deepest: int) -> Tensor:
     return high
 
 
+@lru_cache(maxsize=64)
 def _largest_value(c: tuple[float, ...], floor: float) -> float:
     """Return a bound on the polynomial on [0, 1]: ``|T_k| <= 1`` on [floor, 1], and below it rises towards 0."""
     at_zero = np.polynomial.chebyshev.chebval(-(1.0 + floor) / (1.0 - floor), c)
     return max(sum(map(abs, c)), abs(float(at_zero)))
-
-
-def clenshaw(A: Tensor, c: tuple[float, ...], floor: float, multiply: Product) -> Tensor:
-    """Return ``sum_k c_k T_k(t(A))`` for symmetric A with spectrum in [floor, 1]; ``len(c) - 2`` products."""
-    T = add_to_diagonal(A * (2.0 / (1.0 - floor)), -(1.0 + floor) / (1.0 - floor))
-    if len(c) == 1:
-        return add_to_diagonal(torch.zeros_like(T), c[0])
-    # b_d = c_d I and b_{d-1} = c_{d-1} I + 2 c_d T cost nothing
-    after = add_to_diagonal(torch.zeros_like(T), c[-1])
-    current = add_to_diagonal(T * (2.0 * c[-1] if len(c) > 2 else c[-1]), c[-2])
-    for k in range(len(c) - 3, -1, -1):
-        # c_0 + T b_1 - b_2 closes the recurrence: the last product is not doubled
-        after = _minus(multiply, T, current, after, 2.0 if k > 0 else 1.0)
-        current, after = add_to_diagonal(after, c[k]), current
-    return current
-
-
-def _minus(multiply: Product, T: Tensor, B: Tensor, C: Tensor, alpha: float) -> Tensor:
-    """Return ``alpha T B - C`` in C's memory where the product can be fused with the difference."""
-    if multiply.operand_dtype is None:
-        return C.baddbmm_(T, B, beta=-1, alpha=alpha)
-    return C.neg_().add_(multiply(T, B, torch.empty_like(B), alpha=alpha))
 
 
 _MAX_POINTS = 8192
@@ -242,10 +232,14 @@ def smallest_degree(p: float, sign: int, floor: float, target: float, limit: int
 @lru_cache(maxsize=256)
 def relative_error(p: float, sign: int, floor: float, degree: int) -> float:
     """Return the largest relative error of the truncated series on a grid dense at both ends of [floor, 1]."""
-    x = np.union1d(
-        np.geomspace(floor, 1.0, 2000),
-        floor + (1.0 - floor) * np.cos(np.linspace(0.0, np.pi / 2, 4 * degree + 1)) ** 2,
-    ).clip(floor, 1.0)
-    t = (2.0 * x - 1.0 - floor) / (1.0 - floor)
-    value = np.polynomial.chebyshev.chebval(t, series(p, sign, floor)[: degree + 1])
+    c = np.array(series(p, sign, floor)[: degree + 1])
+    ends = np.geomspace(floor, 1.0, 2000).clip(floor, 1.0)
+    at_ends = np.polynomial.chebyshev.chebval((2.0 * ends - 1.0 - floor) / (1.0 - floor), c)
+    # four times as many points as the degree, t = cos(angle), by one transform
+    padded = np.zeros(4 * len(c))
+    padded[: len(c)] = c / 2
+    padded[0] = c[0]
+    inside = floor + (1.0 - floor) * np.cos(np.linspace(0.0, np.pi / 2, len(padded))) ** 2
+    value = np.concatenate([at_ends, dct(padded, type=1)])
+    x = np.concatenate([ends, inside.clip(floor, 1.0)])
     return float(np.abs(value * x ** (-sign / p) - 1.0).max())

@@ -168,7 +168,7 @@ def _remarks(settings: Settings) -> list[str]:
         f" {_REPEATS} calls after a warm-up, or of one call where a call takes more than {_REPEAT_BELOW} s, with {settings.threads}"
         " thread(s). Certificates are not part of it.",
         "Errors are relative, in the 2-norm. Medians leave out roots that failed.",
-        f"chebyshev, whose degree of up to 1000 takes most of the time, is run under {settings.scalings[0]} scaling only.",
+        f"chebyshev, whose degree of up to 8000 takes most of the time, is run under {settings.scalings[0]} scaling only.",
     ]
     if torch.float64 in settings.dtypes:
         remarks.append(
