@@ -73,4 +73,5 @@ def spectral_norm(E: Tensor) -> Tensor:
     size = E.abs().amax((-2, -1), keepdim=True)
     unit = E / size.masked_fill(size == 0, 1.0)
     squared = torch.linalg.eigvalsh(unit.mT @ unit)[..., -1]
-    return squared.clamp_min(0.0).sqrt() * size[..., 0, 0]
+    norm: Tensor = squared.clamp_min(0.0).sqrt() * size[..., 0, 0]
+    return norm

@@ -57,7 +57,8 @@ def largest_eigenvalue(A: Tensor) -> Tensor:
         V = torch.bmm(A, V)
     V = torch.nn.functional.normalize(V, dim=1)
     quotients = (V * torch.bmm(A, V)).sum(1, keepdim=True)
-    return quotients.amax(2, keepdim=True)
+    largest: Tensor = quotients.amax(2, keepdim=True)
+    return largest
 
 
 def coupled_newton(A: Tensor, p: float, steps: int, tolerance: float = 1e-6) -> Tensor:
@@ -73,14 +74,14 @@ def coupled_newton(A: Tensor, p: float, steps: int, tolerance: float = 1e-6) -> 
         raise ValueError(f"p: the transcription takes integers, got {p}")
     p = int(p)
     identity = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
-    z = (p + 1) / (2.0 * torch.linalg.matrix_norm(A, keepdim=True))
-    M, X = z * A, None
+    z: Tensor = (p + 1) / (2.0 * torch.linalg.matrix_norm(A, keepdim=True))
+    M, X = z * A, z ** (1 / p) * identity
     for step in range(1, steps + 1):
         Q = ((p + 1) * identity - M) / p
-        X = z ** (1 / p) * Q if X is None else torch.bmm(X, Q)
+        X = z ** (1 / p) * Q if step == 1 else torch.bmm(X, Q)
         if step == steps:
             break
         M = torch.bmm(torch.linalg.matrix_power(Q, p), M)
         if bool((M - identity).abs().amax() <= tolerance):
             break
-    return z ** (1 / p) * identity.expand_as(A) if X is None else X
+    return X
