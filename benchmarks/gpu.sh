@@ -7,11 +7,12 @@
 # Needs an environment where torch sees the device and numpy and scipy are installed ($PYTHON, default python3). Takes
 # pytorch-optimizer along if it is there. Every finished cell is on disk, so what is cut short keeps its results.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+repository="$(cd "$(dirname "$0")/.." && pwd)"
+export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
 
 python="${PYTHON:-python3}"
 device=cuda
-grid=(--n 64 128 256 512 1024 2048 --conditions 1e4 1e6 --megabytes 64 --budget 8 --limit 400 --members 4)
+grid=(--n 64 128 256 512 1024 2048 --conditions 1e4 1e6 --megabytes 64 --budget 5 --limit 400 --members 4)
 if [ "${1:-}" = --test ]; then
     shift
     device=cpu
@@ -25,10 +26,10 @@ if [ "$device" = cuda ] && ! "$python" -c 'import sys, torch; sys.exit(not torch
 fi
 
 status=0
-timeout --signal=INT 480 "$python" -m matroots bench --plain --device "$device" --dtypes float32 --p 2 4 \
+timeout --signal=INT --kill-after=15 460 "$python" -m matroots bench --plain --device "$device" --dtypes float32 --p 2 4 \
     --matmul-dtypes bfloat16 float16 "${grid[@]}" --out "$out" || status=$?
-# 124: timeout; 130: interrupted by it. What was finished before is kept, and is a result
-if [ "$status" -ne 0 ] && [ "$status" -ne 124 ] && [ "$status" -ne 130 ]; then
+# 124, 130, 137: ended by timeout. What was finished before is kept, and is a result
+if [ "$status" -ne 0 ] && [ "$status" -ne 124 ] && [ "$status" -ne 130 ] && [ "$status" -ne 137 ]; then
     exit "$status"
 fi
 test -s "$out/bench.md"

@@ -25,6 +25,7 @@ UNIT, CERTIFICATE = (
     "one certificate",
 )  # run among the contestants, none of which is called so
 _WARM_AGAIN = 3.0  # seconds: a first call loads libraries and plans; a second one, where it is affordable, tells the time
+_FEWEST_UNITS = 5
 _WORKSPACE = 24  # times the batch: fp64 copies, eigenvectors, and a few iterates
 
 
@@ -147,7 +148,9 @@ class Bench:
         if certificate := self._certificate(cell, A, entries):
             runs[CERTIFICATE], first[CERTIFICATE] = certificate, self._warm(certificate)
             self.pace.note(CERTIFICATE, cell, first[CERTIFICATE] / len(A))
-        times = interleave(runs, plan(first, self.settings.budget), self.clock, self.settings.seed)
+        counts = plan(first, self.settings.budget)
+        counts[UNIT] = max(_FEWEST_UNITS, *counts.values())  # all others are measured in it
+        times = interleave(runs, counts, self.clock, self.settings.seed)
         spreads = {name: spread(times[name], first[name]) for name in runs}
         self.rows += [_row(cell, len(A), entry, spreads) for entry in entries]
 
