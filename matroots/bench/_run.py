@@ -24,7 +24,7 @@ UNIT, CERTIFICATE = (
     "one torch.bmm",
     "one certificate",
 )  # run among the contestants, none of which is called so
-_WARM_AGAIN = 3.0  # seconds: a first call loads libraries and plans; a second one, where it is affordable, tells the time
+_WARM_AGAIN = 1.0  # seconds: a first call loads libraries and plans; a second one, where it is affordable, tells the time
 _FEWEST_UNITS = 5
 _WORKSPACE = 24  # times the batch: fp64 copies, eigenvectors, and a few iterates
 
@@ -147,11 +147,13 @@ class Bench:
         first |= {entry.contestant.name: entry.first for entry in entries}
         if certificate := self._certificate(cell, A, entries):
             runs[CERTIFICATE], first[CERTIFICATE] = certificate, self._warm(certificate)
-            self.pace.note(CERTIFICATE, cell, first[CERTIFICATE] / len(A))
         counts = plan(first, self.settings.budget)
         counts[UNIT] = max(_FEWEST_UNITS, *counts.values())  # all others are measured in it
         times = interleave(runs, counts, self.clock, self.settings.seed)
         spreads = {name: spread(times[name], first[name]) for name in runs}
+        run_on = {entry.contestant.name: entry.run_on for entry in entries}
+        for name, found in spreads.items():
+            self.pace.note(name, cell, found.median / run_on.get(name, len(A)))
         self.rows += [_row(cell, len(A), entry, spreads) for entry in entries]
 
     def _enter_all(self, cell: Cell, A: Tensor, R: Tensor, unit: float) -> list[Entry]:
@@ -168,7 +170,6 @@ class Bench:
             entry = entry or self._enter(one, cell, A[:members], R[:members])
             if isinstance(entry, Entry):
                 entries.append(entry)
-                self.pace.note(one.name, cell, entry.first / members)
             else:
                 self.skips.append(Skip(cell, one.name, entry))
         return entries
@@ -214,7 +215,7 @@ class Bench:
         if expected <= self.settings.budget:
             return ""
         budget = self.settings.budget
-        return f"time: one call is expected to take {expected:.0f} s, a cell has a budget of {budget:g} s"
+        return f"time: one call is expected to take {expected:.1f} s, a cell has a budget of {budget:g} s"
 
     def _warm(self, run: Run) -> float:
         """Return the seconds of a first run, or of the second where the first is short."""

@@ -44,6 +44,7 @@ def scipy_fractional_power(A: Tensor, p: float, condition: float) -> Tensor:
 def pytorch_optimizer() -> tuple[list[Peer], str]:
     """Return the inverse roots of pytorch-optimizer, and why there is none where there is none."""
     try:
+        import_module("pytorch_optimizer")
         matrix = import_module("pytorch_optimizer.optimizer.utils.matrix")
         dash = import_module("pytorch_optimizer.optimizer.dash")
         return _pytorch_optimizer(matrix, dash), ""
