@@ -22,7 +22,7 @@ from matrices import error, geometric, inverse_root, spd, with_spectrum
 from matroots.__main__ import COMMANDS, main
 from matroots.bench import _cli, _run, papers, peers
 from matroots.bench._contestants import METHODS, TARGETS, Contestant, others, ours
-from matroots.bench._matrices import batch_size, matrices, orthogonal, relative_errors
+from matroots.bench._matrices import batch_size, matrices, orthogonal, relative_errors, spectral_norm
 from matroots.bench._report import comparisons, frontier
 from matroots.bench._run import Bench, Pace, Row, available_memory
 from matroots.bench._settings import Cell, Settings
@@ -178,6 +178,22 @@ def test_errors_are_those_of_the_2_norm_also_without_symmetry() -> None:
     X[1, 0, 0] = math.nan
     assert relative_errors(X, R).isnan().tolist() == [False, True, False]
     assert relative_errors(R, R).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("n", [1, 48, 49, 200])
+@pytest.mark.parametrize("kind", ["noise", "graded", "one direction", "zero"])
+def test_the_norm_is_that_of_a_singular_value_decomposition(n: int, kind: str) -> None:
+    E = torch.randn(3, n, n, generator=torch.Generator().manual_seed(n), dtype=FP64)
+    if kind == "graded":
+        E = E * torch.logspace(0, -8, n, dtype=FP64)
+    elif kind == "one direction":
+        E = 1e-9 * E + E[:, :, :1] @ E[:, :1]
+    elif kind == "zero":
+        E = 0 * E
+    exact = torch.linalg.svdvals(E)[:, 0]
+    norm = spectral_norm(E)
+    assert (norm <= exact * (1 + 1e-12)).all()
+    assert (norm >= exact * 0.995).all()
 
 
 def test_batches_fill_the_memory_that_they_are_given() -> None:
@@ -443,11 +459,11 @@ def test_an_interrupt_keeps_the_cells_before(tmp_path, capsys, monkeypatch) -> N
     measured = Bench._measure
     seen: list[Cell] = []
 
-    def interrupted(self, cell, Q):
+    def interrupted(self, cell):
         seen.append(cell)
         if len(seen) == 2:
             raise KeyboardInterrupt
-        measured(self, cell, Q)
+        return measured(self, cell)
 
     monkeypatch.setattr(Bench, "_measure", interrupted)
     assert main(["bench", *SMALL, "--plain", "--methods", "cn", "--no-peers", "--out", str(tmp_path)]) == 130

@@ -14,7 +14,7 @@ from torch import Tensor
 from matroots import InvRoot, Status, certify
 from matroots._products import full_precision
 from matroots.bench._contestants import Contestant
-from matroots.bench._matrices import matrices, orthogonal, relative_errors
+from matroots.bench._matrices import Truth, matrices, orthogonal, relative_errors
 from matroots.bench._settings import Cell, Settings
 from matroots.bench._timing import Run, Spread, Timer, interleave, plan, spread
 from matroots.studies._report import median, worst
@@ -113,34 +113,40 @@ class Bench:
     rows: list[Row] = field(default_factory=list)
     skips: list[Skip] = field(default_factory=list)
     pace: Pace = field(default_factory=Pace)
+    _given: tuple[Cell, Tensor, Truth] | None = None
 
     def run(self, cells: Iterable[Cell]) -> Iterator[Cell]:
         """Measure cell after cell; yield each when it is done."""
         devices = [self.settings.device] if self.settings.device.type == "cuda" else []
-        started, basis, Q = time.monotonic(), (0, 0), torch.empty(0)
+        started = time.monotonic()
         for cell in cells:
             reason = _shortage(cell, self.settings)
             if time.monotonic() - started > self.settings.limit:
                 reason = f"time: the limit of {self.settings.limit:g} s was reached"
-            if reason:
-                self.skips.append(Skip(cell, "everyone", reason))
-            else:
-                if (cell.n, self.settings.batch(cell)) != basis:
-                    basis = cell.n, self.settings.batch(cell)
-                    Q = orthogonal(basis[1], cell.n, self.settings.seed).to(self.settings.device)
+            if not reason:
                 with full_precision(self.settings.device), torch.random.fork_rng(devices):
                     torch.manual_seed(self.settings.seed)
-                    self._measure(cell, Q)
+                    reason = self._measure(cell)
+            if reason:
+                self.skips.append(Skip(cell, "everyone", reason))
             yield cell
 
-    def _measure(self, cell: Cell, Q: Tensor) -> None:
-        A, truth = matrices(Q, cell.condition, cell.dtype, self.settings.members)
+    def _input(self, cell: Cell) -> tuple[Tensor, Truth]:
+        """Return the batch and the truth about it; those of the cell before, if only p is another."""
+        key = cell._replace(p=0)
+        if self._given is None or self._given[0] != key:
+            self._given = None  # frees the memory before the next batch is made
+            Q = orthogonal(self.settings.batch(cell), cell.n, self.settings.seed).to(self.settings.device)
+            self._given = key, *matrices(Q, cell.condition, cell.dtype, self.settings.members)
+        return self._given[1:]
+
+    def _measure(self, cell: Cell) -> str:
+        """Add everyone's row of a cell; return why there can be none, or ""."""
+        A, truth = self._input(cell)
         if not truth.definite:
-            reason = "rounded to this dtype, some matrices are no longer positive definite"
-            self.skips.append(Skip(cell, "everyone", reason))
-            return
-        product = torch.empty_like(A)
-        runs: dict[str, Run] = {UNIT: lambda: torch.bmm(A, A, out=product)}
+            return "rounded to this dtype, some matrices are no longer positive definite"
+        B, product = A / 2, torch.empty_like(A)
+        runs: dict[str, Run] = {UNIT: lambda: torch.bmm(A, B, out=product)}
         first = {UNIT: self._warm(runs[UNIT])}
         entries = self._enter_all(cell, A, truth.inverse_root(cell.p), first[UNIT] / len(A))
         runs |= {entry.contestant.name: entry.run for entry in entries}
@@ -155,6 +161,7 @@ class Bench:
         for name, found in spreads.items():
             self.pace.note(name, cell, found.median / run_on.get(name, len(A)))
         self.rows += [_row(cell, len(A), entry, spreads) for entry in entries]
+        return ""
 
     def _enter_all(self, cell: Cell, A: Tensor, R: Tensor, unit: float) -> list[Entry]:
         """Let everyone try who can; R is the truth about the first members, ``unit`` the seconds of one product of a member."""
@@ -176,14 +183,14 @@ class Bench:
 
     def _enter(self, one: Contestant, cell: Cell, A: Tensor, R: Tensor) -> Entry | str:
         """Call a contestant for the first time; return what came out, or what it says against it."""
-        result: Tensor | InvRoot = A
 
-        def call() -> None:
-            nonlocal result
-            result = one.call(A, cell.p, cell.condition)
+        def call() -> Tensor | InvRoot:
+            return one.call(A, cell.p, cell.condition)
 
+        results: list[Tensor | InvRoot] = []
         try:
-            first = self._warm(call)
+            first = self._warm(lambda: results.append(call()))
+            result = results[-1]
             X = result if isinstance(result, Tensor) else result.root
             if X.shape != A.shape:
                 return f"returned a tensor {tuple(X.shape)}, expected {tuple(A.shape)}"
