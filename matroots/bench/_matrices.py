@@ -86,7 +86,7 @@ def _krylov_basis(E: Tensor) -> Tensor:
     """Return orthonormal bases of the block Krylov spaces of ``E^T E``, ``(m, n, 48)``."""
     generator = torch.Generator(E.device).manual_seed(0)
     V = torch.randn(E.shape[-1], _BLOCK, generator=generator, dtype=E.dtype, device=E.device)
-    basis = torch.linalg.qr(V.expand(len(E), -1, -1)).Q
+    basis: Tensor = torch.linalg.qr(V.expand(len(E), -1, -1)).Q
     for _ in range(_BLOCKS - 1):
         V = E.mT @ (E @ basis[..., -_BLOCK:])
         for _ in range(2):  # once leaves what rounding makes of vectors that nearly lie in the span
