@@ -16,7 +16,7 @@ grid=(--n 64 128 256 512 1024 2048 --conditions 1e4 1e6 --megabytes 64 --budget 
 if [ "${1:-}" = --test ]; then
     shift
     device=cpu
-    grid=(--n 16 32 --conditions 1e2 --megabytes 0.02 --budget 0.1 --limit 20 --members 4 --threads 1)
+    grid=(--n 16 32 --conditions 1e2 --megabytes 0.02 --budget 0.1 --limit 60 --members 4 --threads 1)
 fi
 out="${1:-${OUT:-matroots-bench-gpu}}"
 

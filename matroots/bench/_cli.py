@@ -26,7 +26,7 @@ FULL: dict[str, Any] = {
     "n": [32, 64, 128, 256, 512, 1024, 2048],
     "conditions": [1e2, 1e4, 1e6, 1e8],
     "megabytes": 64.0,
-    "budget": 20.0,
+    "budget": 60.0,
     "threads": torch.get_num_threads(),
 }
 QUICK: dict[str, Any] = {"n": [32, 64], "conditions": [1e4], "megabytes": 0.125, "budget": 0.25, "threads": 1}

@@ -40,10 +40,11 @@ class Comparison:
 
     @property
     def bare_ratio(self) -> float:
-        """The same without the cost of one certificate, which no peer has."""
+        """The same without the cost of one certificate, which no peer has; NaN where that is not less than the whole."""
         if self.auto is None or self.peer is None or not self.auto.certified_inside:
             return self.ratio
-        return self.ratio - self.auto.certificate_ms / self.peer.ms
+        bare = self.ratio - self.auto.certificate_ms / self.peer.ms
+        return bare if bare > 0 else math.nan
 
 
 def report(bench: Bench, notes: Sequence[str], *, figures: bool) -> Report:
