@@ -44,7 +44,7 @@ def _main(argv: Sequence[str]) -> None:
         if getattr(options, name) is None:
             setattr(options, name, value)
     if not options.plain:
-        require_extras("benches", "bench")
+        require_extras("the bench needs", "bench")
     settings = _settings(options)
     check_folder(settings.out)
     contestants = ours(settings.methods, settings.matmul_dtypes)

@@ -196,9 +196,7 @@ class Bench:
                 return f"returned a tensor {tuple(X.shape)}, expected {tuple(A.shape)}"
             lost = ~torch.isfinite(X).flatten(1).all(-1)
             errors = relative_errors(X[: len(R)], R)
-        except (
-            Exception
-        ) as error:  # what a routine of others does wrong is a result, and not the end of the bench
+        except Exception as error:  # whatever a routine does wrong is a result, not the end of the bench
             return f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"
         products = None
         if not isinstance(result, Tensor):

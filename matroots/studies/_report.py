@@ -59,14 +59,14 @@ class Report:
     notes: Sequence[str] = field(default_factory=list)
 
 
-def require_extras(who: str = "studies", extra: str = "study") -> None:
+def require_extras(who: str = "studies need", extra: str = "study") -> None:
     """Raise :class:`MissingExtraError`, which says what to install, unless matplotlib and rich can be imported."""
     for name in ("matplotlib.figure", "rich.console"):
         try:
             import_module(name)
         except ImportError as error:
             raise MissingExtraError(
-                f"{who} need {name.split('.')[0]}, which cannot be imported: install the extra with"
+                f"{who} {name.split('.')[0]}, which cannot be imported: install the extra with"
                 f' pip install "matroots[{extra}]"'
             ) from error
 
