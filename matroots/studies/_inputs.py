@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from matroots._arguments import check_matrices
+from matroots._command import InputError
 from matroots._prepare import asymmetry_tolerance
 from matroots._products import frobenius, symmetric_part
 
@@ -37,10 +38,6 @@ _WRITTEN_BY = {
     ".npz": "arrays as numpy.savez writes them",
     ".pt": "tensors as torch.save writes them, which torch.load reads with weights_only=True",
 }
-
-
-class InputError(ValueError):
-    """A command-line argument that cannot be used; the message is one line and names it."""
 
 
 @dataclass(frozen=True)

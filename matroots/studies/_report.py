@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from matroots import __version__
-from matroots.studies._inputs import InputError
+from matroots._command import InputError, MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Record = Mapping[str, object]
 DPI = 150
-
-
-class MissingExtraError(ImportError):
-    """A package of the extra ``study`` is not installed."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +59,15 @@ class Report:
     notes: Sequence[str] = field(default_factory=list)
 
 
-def require_extras() -> None:
+def require_extras(who: str = "studies need", extra: str = "study") -> None:
     """Raise :class:`MissingExtraError`, which says what to install, unless matplotlib and rich can be imported."""
     for name in ("matplotlib.figure", "rich.console"):
         try:
             import_module(name)
         except ImportError as error:
             raise MissingExtraError(
-                f'studies need {name.split(".")[0]}, which cannot be imported: install the extra with pip install "matroots[study]"'
+                f"{who} {name.split('.')[0]}, which cannot be imported: install the extra with"
+                f' pip install "matroots[{extra}]"'
             ) from error
 
 

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from matroots._command import InputError
 from matroots._exponent import parse_exponent
 from matroots.solvers import SOLVERS
-from matroots.studies._inputs import InputError, a_few
+from matroots.studies._inputs import a_few
 
 METHODS = tuple(SOLVERS)
 SCALING_NAMES = ("multi_power", "power", "frobenius")  # the default scaling first: figures show that one

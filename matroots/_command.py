@@ -1,0 +1,90 @@
+"""What the commands share: errors of one line, types of arguments, the number of threads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import NoReturn, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
+
+
+class InputError(ValueError):
+    """A command-line argument that cannot be used; the message is one line and names it."""
+
+
+class MissingExtraError(ImportError):
+    """A package of an extra is not installed."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument as the rest of the command does: in one line, by an exception."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise :class:`InputError`."""
+        raise InputError(message)
+
+
+def guarded(work: Callable[[], object], kept: str) -> int:
+    """Do the work; return the exit code: 0, 2 for what the user can mend, 130 if interrupted, said in one line on stderr.
+
+    ``kept`` is what an interrupt leaves behind.
+    """
+    try:
+        work()
+    except (InputError, MissingExtraError) as error:
+        sys.stderr.write(f"matroots: error: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"matroots: interrupted; {kept}\n")
+        return INTERRUPTED
+    return 0
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use ``count`` threads inside, and what it had afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def exponent(text: str) -> float:
+    """Read p: an ``int`` where it is one."""
+    try:
+        p = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        p = Fraction(0)
+    if not 1 <= p <= 64 or p.limit_denominator(64) != p or p.numerator > 64:
+        raise argparse.ArgumentTypeError(
+            f"expected a number >= 1 such as 4, 2.5 or 8/3 (a/b with a, b <= 64), got {text!r}"
+        )
+    return int(p) if p.denominator == 1 else float(p)
+
+
+def count(text: str) -> int:
+    """Read a number of things: 1 to 1000."""
+    if not text.isdecimal() or not 1 <= int(text) <= 1000:
+        raise argparse.ArgumentTypeError(f"expected an integer from 1 to 1000, got {text!r}")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """Read a seed of a random generator."""
+    if not text.isdecimal() or int(text) >= 2**63 - 1000:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}")
+    return int(text)
+
+
+def unique(values: Sequence[Item]) -> tuple[Item, ...]:
+    """Return the values without repetitions, in their order."""
+    return tuple(dict.fromkeys(values))

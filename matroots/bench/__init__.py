@@ -1,0 +1,4 @@
+"""Accuracy against time, of every method and of other people's routines in one run: ``python -m matroots bench``.
+
+It needs the extra ``matroots[bench]`` (matplotlib, rich, pytorch-optimizer); ``import matroots`` does not load it.
+"""
