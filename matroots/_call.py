@@ -36,7 +36,7 @@ def inv_root_ex(
     rel_damping: float = 0.0,
     tol: float | None = None,
     max_steps: int | None = None,
-    matmul_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | str | None = None,
     max_batch: int | None = None,
     generator: torch.Generator | None = None,
     certify: bool = False,
@@ -112,7 +112,7 @@ def inv_root(
     rel_damping: float = 0.0,
     tol: float | None = None,
     max_steps: int | None = None,
-    matmul_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | str | None = None,
     max_batch: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:

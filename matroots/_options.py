@@ -12,7 +12,7 @@ from torch import Tensor
 
 from matroots._arguments import absolute_damping, check_count, check_number
 from matroots._exponent import Exponent, parse_exponent
-from matroots._products import HALF_DTYPES
+from matroots._formats import Format, parse_format
 from matroots.scaling import SCALINGS, Scaling
 from matroots.solvers import EVD, SOLVERS, Solver
 
@@ -26,7 +26,7 @@ class Keywords(TypedDict, total=False):
     rel_damping: float
     tol: float | None
     max_steps: int | None
-    matmul_dtype: torch.dtype | None
+    matmul_dtype: torch.dtype | str | None
     max_batch: int | None
     generator: torch.Generator | None
 
@@ -43,7 +43,7 @@ class Options:
     solver_tol: float | None
     certified_tol: float | None  # what method "auto" holds the certified error to
     max_steps: int | None
-    matmul_dtype: torch.dtype | None
+    operands: Format | None  # what the operands of products are rounded to
     max_batch: int | None
     generator: torch.Generator | None
     compute_dtype: torch.dtype
@@ -59,7 +59,7 @@ def resolve_options(
     rel_damping: float = 0.0,
     tol: float | None = None,
     max_steps: int | None = None,
-    matmul_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | str | None = None,
     max_batch: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Options:
@@ -86,7 +86,7 @@ def resolve_options(
         max_steps=max_steps,
         max_batch=max_batch,
         generator=generator,
-        matmul_dtype=_matmul_dtype(matmul_dtype, solver),
+        operands=_operands(matmul_dtype, solver),
         compute_dtype=_compute_dtype(A.dtype, solver, matmul_dtype),
     )
 
@@ -102,19 +102,16 @@ def _resolve(name: str, value: Any, table: Mapping[str, Any], function: str) -> 
     return value
 
 
-def _compute_dtype(dtype: torch.dtype, solver: Solver, matmul_dtype: torch.dtype | None) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype, solver: Solver, matmul_dtype: object) -> torch.dtype:
     if isinstance(solver, EVD) and solver.compute_dtype is not None:
         return solver.compute_dtype
     return torch.float64 if dtype == torch.float64 and matmul_dtype is None else torch.float32
 
 
-def _matmul_dtype(dtype: torch.dtype | None, solver: Solver) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    if dtype not in HALF_DTYPES:
-        raise ValueError(f"matmul_dtype: expected torch.float16, torch.bfloat16 or None, got {dtype!r}")
-    if isinstance(solver, EVD):
+def _operands(matmul_dtype: object, solver: Solver) -> Format | None:
+    operands = parse_format(matmul_dtype)
+    if operands is not None and isinstance(solver, EVD):
         raise ValueError(
-            f'matmul_dtype: method "evd" has no products to round, got {dtype}; use "cn", "ndb" or "chebyshev"'
+            f'matmul_dtype: method "evd" has no products to round, got {matmul_dtype!r}; use "cn", "ndb", "minimax" or "chebyshev"'
         )
-    return dtype
+    return operands

@@ -14,8 +14,25 @@ from torch.nn.functional import pad
 
 from matroots._exponent import Exponent
 from matroots._options import Options
-from matroots._prepare import EMPTY_ROW, Prepared, members_of, prepare, prove_definite, rescaled
-from matroots._products import HALF_DTYPES, Product, full_precision, may_hold, unit_roundoff, wide
+from matroots._prepare import (
+    EMPTY_ROW,
+    Prepared,
+    members_of,
+    prepare,
+    prove_definite,
+    raise_damping,
+    rescaled,
+)
+from matroots._products import (
+    HALF_DTYPES,
+    Product,
+    full_precision,
+    has_cholesky_factor,
+    may_hold,
+    symmetric_part,
+    unit_roundoff,
+    wide,
+)
 from matroots._result import InvRoot, Status
 from matroots.scaling.bounds import guarded
 from matroots.solvers import EVD, Problem, Solution
@@ -108,6 +125,8 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     scale = torch.ones_like(prepared.bound)
     if solver.needs_definite:
         prepared = prove_definite(prepared, unit_roundoff(A.dtype), want != "root")
+        if options.operands is not None:
+            prepared = raise_damping(prepared, options.operands.least_eigenvalue(float(options.p)))
         scale = _scale(prepared, options)
     solution = solver.solve(_problem(prepared, scale, options, want))
     if solution.shift is not None:  # a shifted row is no longer empty
@@ -117,6 +136,7 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     computed = [(s, X) for s, X in ((-1, solution.inverse), (1, solution.root)) if X is not None]
     roots = [_returned(X, scale, prepared, options.p, sign, A.dtype) for sign, X in computed]
     for root, (_, X) in zip(roots, computed, strict=True):
+        status = status.masked_fill((status < int(Status.DIVERGED)) & _lost(X, options), int(Status.DIVERGED))
         unusable = (status < int(Status.DIVERGED)) & _unusable(root, X) & ~prepared.zero_rows.all(-1)
         status = torch.where(unusable, int(Status.SINGULAR), status).to(torch.int32)
     failed = status >= int(Status.DIVERGED)
@@ -141,6 +161,16 @@ def _unusable(root: Tensor, computed: Tensor) -> Tensor:
     return ~torch.isfinite(largest) | ((largest == 0) & (computed.abs().amax((-2, -1)) > 0))
 
 
+def _lost(X: Tensor, options: Options) -> Tensor:
+    """Return whether X is not proven positive definite, ``(b,)``: looked at where all products are plain half precision.
+
+    The damping is raised so that it does not happen; a root with a wrong sign is the one thing that must never be returned.
+    """
+    if options.operands is None or options.operands.parts > 1:
+        return torch.zeros(X.shape[0], dtype=torch.bool, device=X.device)
+    return ~has_cholesky_factor(symmetric_part(X))
+
+
 def _problem(prepared: Prepared, scale: Tensor, options: Options, want: Want) -> Problem:
     """Divide by the scale, in place."""
     return Problem(
@@ -153,7 +183,7 @@ def _problem(prepared: Prepared, scale: Tensor, options: Options, want: Want) ->
         zero_rows=prepared.zero_rows,
         tol=options.solver_tol,
         max_steps=options.max_steps,
-        multiply=Product(options.matmul_dtype),
+        multiply=Product(options.operands),
     )
 
 

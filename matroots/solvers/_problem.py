@@ -51,7 +51,20 @@ class Problem:
     @property
     def unit_roundoff(self) -> float:
         """Unit roundoff of the products' operands."""
-        return unit_roundoff(self.multiply.operand_dtype or self.A.dtype)
+        operands = self.multiply.format
+        return unit_roundoff(self.A.dtype) if operands is None else operands.unit_roundoff
+
+    @property
+    def resolution(self) -> float:
+        """Unit roundoff of the products that carry the small eigenvalues: what lies below a few of it is lost."""
+        operands = self.multiply.format
+        return unit_roundoff(self.A.dtype) if operands is None else operands.carrier.unit_roundoff
+
+    @property
+    def lowest(self) -> float:
+        """Eigenvalues below this are not worth designing for: ``4 u``; half of what a format lifts them to."""
+        operands = self.multiply.format
+        return 4.0 * self.resolution if operands is None else operands.least_eigenvalue(float(self.p)) / 2
 
     @property
     def precision_limit(self) -> float:

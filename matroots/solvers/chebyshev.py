@@ -81,10 +81,10 @@ class Chebyshev:
             for sign, root in roots.items():
                 degree, floor, enough = self._polynomial(problem, p, sign, proven)
                 c = series(p, sign, floor)[: degree + 1]
-                X = clenshaw(A[members], c, floor, problem.multiply)
+                X = clenshaw(A[members], c, floor, problem.multiply.carrier)
                 exploded[members] |= ~(frobenius(X) <= 2 * n**0.5 * _largest_value(c, floor))
                 # each of the steps of the recurrence rounds values of the size of the largest
-                rounding = 2 * degree * problem.unit_roundoff * max(1.0, math.pow(floor, sign / p))
+                rounding = 2 * degree * problem.resolution * max(1.0, math.pow(floor, sign / p))
                 error[members] = error[members].clamp_min(relative_error(p, sign, floor, degree) + rounding)
                 degrees[members] += degree
                 reached[members] &= enough
@@ -117,7 +117,7 @@ class Chebyshev:
         if self.degree is None:
             degree = smallest_degree(p, sign, floor, target, limit)
         else:
-            swallowed = problem.unit_roundoff / 8 * max(1.0, math.pow(floor, sign / p))
+            swallowed = problem.resolution / 8 * max(1.0, math.pow(floor, sign / p))
             degree = smallest_degree(p, sign, floor, swallowed, self.degree)
         enough = tail(p, sign, floor, degree) <= target
         while floor * _RUNG < 1 and relative_error(p, sign, floor, degree) > _LOOSEST:
@@ -127,9 +127,9 @@ class Chebyshev:
     def _floors(self, problem: Problem) -> tuple[list[tuple[float, Tensor | slice]], Tensor]:
         """Return (floor, members) for each floor in use, and whether each member's spectrum lies above its floor.
 
-        No floor is below 4 u: rounding the operands of a product alone moves eigenvalues of that size.
+        No floor is below 4 u or more: rounding the operands of a product alone moves eigenvalues of that size.
         """
-        A, lowest = problem.A, 4.0 * problem.unit_roundoff
+        A, lowest = problem.A, self._lowest(problem)
         if self.floor is not None:
             floor = max(self.floor, lowest)
             above = (problem.floor >= floor) | exceeds(A, torch.full_like(problem.floor, floor))
@@ -142,6 +142,21 @@ class Chebyshev:
         rung = rung.clamp(max=deepest)
         return [(_RUNG**-k, torch.nonzero(rung == k).flatten()) for k in torch.unique(rung).tolist()], covered
 
+    def _lowest(self, problem: Problem) -> float:
+        """Return the lowest floor: ``4 u``, and in a format no lower than lets the root's smallest eigenvalue, 1, survive.
+
+        The recurrence rounds values of the size of the largest, ``floor^{-1/p}``, as often as the degree says.
+        """
+        floor, p = 4.0 * problem.resolution, float(problem.p)
+        if problem.multiply.format is None:
+            return floor
+        while floor * _RUNG < 1:
+            degree, _, _ = self._polynomial(problem, p, -1, floor)
+            if degree * problem.lowest * floor ** (-1 / p) <= 1:
+                break
+            floor *= _RUNG
+        return floor
+
 
 def _target(problem: Problem, p: float, sign: int, floor: float) -> float:
     """Return the absolute error of the series that is aimed at.
@@ -150,7 +165,7 @@ def _target(problem: Problem, p: float, sign: int, floor: float) -> float:
     ``sqrt(n) ((1 + e)^p - 1)`` below it, e relative to the smallest value.
     """
     if problem.tol is None:
-        return problem.unit_roundoff * max(1.0, math.pow(floor, sign / p))
+        return problem.resolution * max(1.0, math.pow(floor, sign / p))
     room = max(problem.tol - problem.precision_limit, problem.tol / 2)
     relative = math.expm1(math.log1p(room / problem.A.shape[-1] ** 0.5) / p)
     return relative * min(1.0, math.pow(floor, sign / p))
@@ -197,7 +212,7 @@ def clenshaw(A: Tensor, c: tuple[float, ...], floor: float, multiply: Product) -
 
 def _minus(multiply: Product, T: Tensor, B: Tensor, C: Tensor, alpha: float) -> Tensor:
     """Return ``alpha T B - C`` in C's memory where the product can be fused with the difference."""
-    if multiply.operand_dtype is None:
+    if multiply.format is None:
         return C.baddbmm_(T, B, beta=-1, alpha=alpha)
     return C.neg_().add_(multiply(T, B, torch.empty_like(B), alpha=alpha))
 

@@ -210,7 +210,7 @@ class Minimax:
         """Return the floor of the design: given, or known without looking at the device, at least ``4 u``."""
         # half of what is known: the proof that the spectrum lies above needs room for rounding
         known = 0.5 * problem.rel_damping / (1.0 + problem.rel_damping)
-        return max(known if self.floor is None else self.floor, 4.0 * problem.unit_roundoff)
+        return max(known if self.floor is None else self.floor, problem.lowest)
 
 
 def _target(problem: Problem, p: int) -> float:
@@ -228,7 +228,7 @@ def run(A: Tensor, p: int, steps: tuple[Step, ...], multiply: Product) -> tuple[
         Q = evaluate(step, M, multiply)
         X = Q.clone() if X is None else multiply(X, Q, torch.empty_like(Q))
         power = raise_to(Q, p, multiply)[-1]
-        M, spare = multiply(power, M, spare), M
+        M, spare = multiply.carrier(power, M, spare), M
     rho = frobenius(add_to_diagonal(M.clone(), -1.0))
     Q = evaluate(steps[-1], M, multiply)
     return (Q if X is None else multiply(X, Q, torch.empty_like(Q))), rho
