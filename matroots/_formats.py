@@ -47,7 +47,7 @@ class Format:
         """``u^parts``: a product of two numbers is right to twice that, as with operands rounded to a u of that size.
 
         What is left of an operand of two parts is at most ``u^2/2`` of it, as a remainder has a sign of its own, and the term that
-        is left out at most ``u^2``: together ``2 u^2``. With three parts ``u^3/4`` is left, and ``u^3 + u^4/4`` is left out.
+        is left out of the product at most ``u^2``: together ``2 u^2``. Three parts of 8 bits hold float32, and ``u^3 + u^4/4`` is left out.
         """
         return self.part_roundoff**self.parts
 
