@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from fractions import Fraction
 
@@ -16,7 +17,7 @@ from table import BF16, FIXED, FP16, FP32, FP64, ROWS, cases, name
 import matroots
 from matroots import CoupledNewton, NewtonDB, Status
 from matroots._formats import FORMATS, to_tf32
-from matroots._products import Product
+from matroots._products import Product, _float32_as_written, full_precision
 
 PLAIN = ("fp16", "bf16", "tf32")
 SPLIT = ("fp16x2", "bf16x2", "bf16x3")
@@ -352,3 +353,26 @@ def test_an_unknown_format_is_refused(value):
 def test_an_eigendecomposition_has_no_products_to_round(method, value):
     with pytest.raises(ValueError, match=r'^matmul_dtype: method "evd" has no products'):
         matroots.inv_root(torch.eye(2), 2, method=method, matmul_dtype=value)
+
+
+# ------------------------------------------------------------------------------------------------- TF32 flag of CUDA
+
+
+def test_the_tf32_flag_is_set_only_while_no_other_solve_runs_and_restored_on_any_exit():
+    """The flag can be looked at without a GPU; what CUDA does with it cannot."""
+    flags = torch.backends.cuda.matmul
+    before = flags.fp32_precision
+    with full_precision(torch.device("cpu")):
+        inside = flags.fp32_precision
+        assert inside != "tf32"
+        seen = []
+        with contextlib.suppress(KeyError), _float32_as_written.tf32():
+            seen.append(flags.fp32_precision)
+            raise KeyError
+        assert seen == ["tf32"]
+        assert flags.fp32_precision == inside
+        with full_precision(torch.device("cpu")), _float32_as_written.tf32():
+            assert flags.fp32_precision == inside
+    with _float32_as_written.tf32():
+        assert flags.fp32_precision == before
+    assert flags.fp32_precision == before
