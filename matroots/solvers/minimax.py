@@ -207,7 +207,7 @@ class Minimax:
         )
 
     def _floor(self, problem: Problem) -> float:
-        """Return the floor of the design: given, or known without looking at the device, at least ``4 u``."""
+        """Return the floor of the design: given, or known without looking at the device, at least `Problem.lowest`."""
         # half of what is known: the proof that the spectrum lies above needs room for rounding
         known = 0.5 * problem.rel_damping / (1.0 + problem.rel_damping)
         return max(known if self.floor is None else self.floor, problem.lowest)
