@@ -36,7 +36,7 @@ def inv_root_ex(
     rel_damping: float = 0.0,
     tol: float | None = None,
     max_steps: int | None = None,
-    matmul_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | str | None = None,
     max_batch: int | None = None,
     generator: torch.Generator | None = None,
     certify: bool = False,
@@ -45,7 +45,7 @@ def inv_root_ex(
 
     ``eps = damping + rel_damping * lambda_bound(A)``, whatever the method and scaling. A member whose smallest
     eigenvalue is negative within rounding (``n u`` times the bound) gets the smallest of a few shifts that makes it
-    positive; ``damping`` of the result includes it.
+    positive, and lower precision of the products may need more; ``damping`` of the result includes both.
 
     Args:
         A: ``(*, n, n)`` symmetric positive definite, fp16/bf16 (computed in fp32), fp32 or fp64, any strides. Not
@@ -61,9 +61,10 @@ def inv_root_ex(
         rel_damping: relative to :func:`lambda_bound` of A, ``>= 0``.
         tol: bound on the residual ``||I - A X^p||_F`` of the solver; for "auto" on the certified relative error, which
             it then computes; "evd" has none. None: as far as the precision goes.
-        max_steps: limit on the steps of "cn" and of each square root of "ndb" (60), or the degree of "chebyshev" (8000).
-        matmul_dtype: ``torch.float16`` or ``torch.bfloat16``: operands of products are rounded to it and summed in fp32.
-            Not for "evd".
+        max_steps: limit on the steps of "cn" and of each square root of "ndb" (60), the degree of "chebyshev" (8000), or the poles of "rational" (60).
+        matmul_dtype: what the operands of products are rounded to, with sums in fp32: "fp16", "bf16" (or the torch dtypes), "tf32", or
+            sums of two or three halves, "fp16x2", "bf16x2", "bf16x3", which are as accurate as fp32. Where the spectrum is not proven to
+            lie above ``2 u`` times the bound (``4 u`` for p = 1), u of the precision, the damping is raised to that. Not for "evd".
         max_batch: members solved at once; bounds the workspace, does not change the answer.
         generator: random start vectors for the power iterations; None: the same ones on each call.
         certify: fill ``certificate`` by :func:`matroots.certify` of the result.
@@ -112,7 +113,7 @@ def inv_root(
     rel_damping: float = 0.0,
     tol: float | None = None,
     max_steps: int | None = None,
-    matmul_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | str | None = None,
     max_batch: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from matroots._arguments import absolute_damping, check_count, check_number
 from matroots._exponent import Exponent, parse_exponent
-from matroots._products import HALF_DTYPES, unit_roundoff
+from matroots._formats import Format, parse_format
+from matroots._products import unit_roundoff
 from matroots.scaling import SCALINGS, Scaling
-from matroots.solvers import EVD, SOLVERS, Solver
+from matroots.solvers import EVD, SOLVERS, Rational, Solver
 
 
 class Keywords(TypedDict, total=False):
@@ -26,7 +27,7 @@ class Keywords(TypedDict, total=False):
     rel_damping: float
     tol: float | None
     max_steps: int | None
-    matmul_dtype: torch.dtype | None
+    matmul_dtype: torch.dtype | str | None
     max_batch: int | None
     generator: torch.Generator | None
 
@@ -43,15 +44,17 @@ class Options:
     solver_tol: float | None
     certified_tol: float | None  # what method "auto" holds the certified error to
     max_steps: int | None
-    matmul_dtype: torch.dtype | None
+    operands: Format | None  # what the operands of products are rounded to
     max_batch: int | None
     generator: torch.Generator | None
     compute_dtype: torch.dtype
 
     @property
-    def product_roundoff(self) -> float:
-        """Unit roundoff of the products' operands."""
-        return unit_roundoff(self.matmul_dtype or self.compute_dtype)
+    def lowest(self) -> float:
+        """Eigenvalues below this, relative to the scale, are not worth designing for."""
+        if self.operands is None:
+            return 4.0 * unit_roundoff(self.compute_dtype)
+        return self.operands.least_eigenvalue(float(self.p)) / 2
 
 
 def resolve_options(
@@ -64,7 +67,7 @@ def resolve_options(
     rel_damping: float = 0.0,
     tol: float | None = None,
     max_steps: int | None = None,
-    matmul_dtype: torch.dtype | None = None,
+    matmul_dtype: torch.dtype | str | None = None,
     max_batch: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Options:
@@ -91,7 +94,7 @@ def resolve_options(
         max_steps=max_steps,
         max_batch=max_batch,
         generator=generator,
-        matmul_dtype=_matmul_dtype(matmul_dtype, solver),
+        operands=_operands(matmul_dtype, solver),
         compute_dtype=_compute_dtype(A.dtype, solver, matmul_dtype),
     )
 
@@ -107,19 +110,16 @@ def _resolve(name: str, value: Any, table: Mapping[str, Any], function: str) -> 
     return value
 
 
-def _compute_dtype(dtype: torch.dtype, solver: Solver, matmul_dtype: torch.dtype | None) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype, solver: Solver, matmul_dtype: object) -> torch.dtype:
     if isinstance(solver, EVD) and solver.compute_dtype is not None:
         return solver.compute_dtype
     return torch.float64 if dtype == torch.float64 and matmul_dtype is None else torch.float32
 
 
-def _matmul_dtype(dtype: torch.dtype | None, solver: Solver) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    if dtype not in HALF_DTYPES:
-        raise ValueError(f"matmul_dtype: expected torch.float16, torch.bfloat16 or None, got {dtype!r}")
-    if isinstance(solver, EVD):
+def _operands(matmul_dtype: object, solver: Solver) -> Format | None:
+    operands = parse_format(matmul_dtype)
+    if operands is not None and isinstance(solver, EVD | Rational):
         raise ValueError(
-            f'matmul_dtype: method "evd" has no products to round, got {dtype}; use "cn", "ndb" or "chebyshev"'
+            f'matmul_dtype: method "{"evd" if isinstance(solver, EVD) else "rational"}" has no products to round, got {matmul_dtype!r}; use "cn", "ndb", "minimax" or "chebyshev"'
         )
-    return dtype
+    return operands

@@ -124,6 +124,19 @@ def prove_definite(
     return proven, covered
 
 
+def raise_damping(prepared: Prepared, least: float) -> Prepared:
+    """Raise the damping to ``least`` times the bound for members that are not proven to lie above that.
+
+    ``A - least bound I`` having a Cholesky factor is the proof. What the products round away is then never negative.
+    """
+    A, level = prepared.A, least * prepared.bound
+    low = ~has_cholesky_factor(add_to_diagonal(A.clone(), -level)) & (
+        prepared.status == int(Status.CONVERGED)
+    )
+    shift = torch.where(low, (level - prepared.damping).clamp_min(0.0), 0.0)
+    return replace(prepared, A=add_to_diagonal(A, shift), damping=prepared.damping + shift)
+
+
 def _shift(A: Tensor, failed: Tensor, prepared: Prepared, u_input: float) -> tuple[Tensor, Tensor]:
     """Return the shift of each failed member, and whether none was enough.
 

@@ -12,34 +12,68 @@ import torch
 from torch import Tensor
 from torch.backends.mkldnn import MkldnnModule
 
+from matroots._formats import Format
+
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Product:
-    """``alpha * A @ B`` into a buffer of the caller's, with operands optionally rounded to half precision.
+    """``alpha * A @ B`` into a buffer of the caller's, with operands optionally rounded to a lower precision.
 
-    With ``operand_dtype`` the operands are rounded to it and the products are summed in float32, as tensor
-    cores do. On CPU, whose own half ``bmm`` rounds its sums to half, this is emulated: a product of two
-    halves is exact in float32, so rounding the operands and multiplying in float32 gives the same numbers.
+    With a format the operands are written as sums of its parts, whose products are summed in float32, as tensor cores do.
+    On CPU, whose own half ``bmm`` rounds its sums to half, this is emulated, exactly: the parts are multiplied in float32.
     """
 
-    operand_dtype: torch.dtype | None = None
+    format: Format | None = None
+
+    @property
+    def carrier(self) -> Product:
+        """The product for what carries the small eigenvalues of A on from step to step."""
+        if self.format is None or self.format.carrier_parts is None:
+            return self
+        return Product(self.format.carrier)
 
     def __call__(self, A: Tensor, B: Tensor, out: Tensor, alpha: float = 1.0) -> Tensor:
-        """Write ``alpha * A @ B`` (each ``(b, n, n)``) into ``out``, which is neither A nor B."""
-        if self.operand_dtype is None:
+        """Write ``alpha * A @ B``, ``(b, n, k)`` times ``(b, k, m)``, into ``out``, which overlaps neither; views of any strides.
+
+        Counted as one product whatever the number of parts.
+        """
+        if self.format is None:
             if alpha == 1.0:
                 torch.bmm(A, B, out=out)
             else:
                 torch.baddbmm(out, A, B, beta=0, alpha=alpha, out=out)
             return out
-        A_low, B_low = A.to(self.operand_dtype), B.to(self.operand_dtype)
-        if A.is_cuda:
-            torch.bmm(A_low, B_low, out_dtype=torch.float32, out=out)
-        else:
-            torch.bmm(A_low.to(A.dtype), B_low.to(B.dtype), out=out)
-        return out if alpha == 1.0 else out.mul_(alpha)
+        left, left_exponent = self.format.moderated(A)
+        right, right_exponent = self.format.moderated(B)
+        _sum_of_parts(
+            self.format.split(left), self.format.split(right), out, alpha, self.format.part_roundoff
+        )
+        if left_exponent is not None and right_exponent is not None:
+            out.mul_(torch.exp2((left_exponent + right_exponent).to(out.dtype)))
+        return out
+
+
+def _sum_of_parts(left: list[Tensor], right: list[Tensor], out: Tensor, alpha: float, u: float) -> None:
+    """Write ``alpha sum u^(i + j) A_i B_j`` over ``i + j < parts``, by Horner's rule: the smallest terms first."""
+    beta = 0.0
+    for order in reversed(range(len(left))):
+        for i in range(order + 1):
+            _add_product(left[i], right[order - i], out, beta, alpha)
+            beta = 1.0
+        beta = u
+
+
+def _add_product(A: Tensor, B: Tensor, out: Tensor, beta: float, alpha: float) -> None:
+    """Write ``beta out + alpha A B``, summed in float32 whatever the dtype of A and B."""
+    if not A.is_cuda:
+        torch.baddbmm(out, A.to(out.dtype), B.to(out.dtype), beta=beta, alpha=alpha, out=out)
+    elif A.dtype == out.dtype:
+        with _float32_as_written.tf32():
+            torch.baddbmm(out, A, B, beta=beta, alpha=alpha, out=out)
+    else:
+        torch.baddbmm(out, A, B, beta=beta, alpha=alpha, out_dtype=out.dtype, out=out)
 
 
 def add_to_diagonal(A: Tensor, value: float | Tensor) -> Tensor:
@@ -116,9 +150,27 @@ class _Float32AsWritten:
             self._holders -= 1
             if self._holders == 0:
                 for flags, precision in self._saved:
-                    flags.fp32_precision = "none"
-                    if flags.fp32_precision != precision:
-                        flags.fp32_precision = precision
+                    _restore(flags, precision)
+
+    @contextmanager
+    def tf32(self) -> Iterator[None]:
+        """Let CUDA use TF32 inside this block, unless another solve is running, whose products must stay as written."""
+        with self._lock:
+            before, alone = _CUDA.fp32_precision, self._holders == 1
+            if alone:
+                _CUDA.fp32_precision = "tf32"
+            try:
+                yield
+            finally:
+                if alone:
+                    _restore(_CUDA, before)
+
+
+def _restore(flags: Any, precision: str) -> None:
+    """Set a flag back; one that had been inherited is inherited again."""
+    flags.fp32_precision = "none"
+    if flags.fp32_precision != precision:
+        flags.fp32_precision = precision
 
 
 _CUDA, _CPU = torch.backends.cuda.matmul, MkldnnModule.matmul

@@ -98,7 +98,7 @@ class InvRoot(NamedTuple):
         scale: float64, the estimate of the largest eigenvalue that the solver divided by; NaN where nothing was solved.
         bound: float64, :func:`matroots.lambda_bound` of the input.
         damping: float64, the eps of ``(A + eps I)^{-1/p}`` that was really used.
-        matmuls: int64, products of ``n x n`` matrices spent on this member.
+        matmuls: int64, products of ``n x n`` matrices spent on this member; a product of split operands counts as one.
         certificate: a :class:`matroots.Certificate` when asked for, else None.
     """
 

@@ -14,8 +14,27 @@ from torch.nn.functional import pad
 
 from matroots._exponent import Exponent
 from matroots._options import Options
-from matroots._prepare import EMPTY_ROW, Prepared, decoupled, members_of, prepare, prove_definite, rescaled
-from matroots._products import HALF_DTYPES, Product, full_precision, may_hold, unit_roundoff, wide
+from matroots._prepare import (
+    EMPTY_ROW,
+    Prepared,
+    decoupled,
+    members_of,
+    prepare,
+    prove_definite,
+    raise_damping,
+    rescaled,
+)
+from matroots._products import (
+    HALF_DTYPES,
+    Product,
+    exceeds,
+    full_precision,
+    has_cholesky_factor,
+    may_hold,
+    symmetric_part,
+    unit_roundoff,
+    wide,
+)
 from matroots._result import InvRoot, Status
 from matroots.scaling.bounds import guarded
 from matroots.solvers import EVD, Problem, Solution
@@ -108,9 +127,12 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     covered = torch.ones_like(prepared.symmetric)
     if solver.needs_definite:
         scale = _scale(decoupled(prepared), options)
-        floor = scale * solver.designed_floor(options.rel_damping, options.product_roundoff)
+        floor = scale * solver.designed_floor(options.rel_damping, options.lowest)
         eps = prepared.damping
         prepared, covered = prove_definite(prepared, floor, unit_roundoff(A.dtype), want != "root")
+        if options.operands is not None:
+            prepared = raise_damping(prepared, options.operands.least_eigenvalue(float(options.p)))
+            covered = covered | exceeds(prepared.A, floor)
         scale = scale + (prepared.damping - eps)
     solution = solver.solve(_problem(prepared, scale, covered, options, want))
     if solution.shift is not None:  # a shifted row is no longer empty
@@ -120,6 +142,7 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     computed = [(s, X) for s, X in ((-1, solution.inverse), (1, solution.root)) if X is not None]
     roots = [_returned(X, scale, prepared, options.p, sign, A.dtype) for sign, X in computed]
     for root, (_, X) in zip(roots, computed, strict=True):
+        status = status.masked_fill((status < int(Status.DIVERGED)) & _lost(X, options), int(Status.DIVERGED))
         unusable = (status < int(Status.DIVERGED)) & _unusable(root, X) & ~prepared.zero_rows.all(-1)
         status = torch.where(unusable, int(Status.SINGULAR), status).to(torch.int32)
     failed = status >= int(Status.DIVERGED)
@@ -144,6 +167,16 @@ def _unusable(root: Tensor, computed: Tensor) -> Tensor:
     return ~torch.isfinite(largest) | ((largest == 0) & (computed.abs().amax((-2, -1)) > 0))
 
 
+def _lost(X: Tensor, options: Options) -> Tensor:
+    """Return whether X is not proven positive definite, ``(b,)``: looked at where all products are plain half precision.
+
+    The damping is raised so that it does not happen; a root with a wrong sign is the one thing that must never be returned.
+    """
+    if options.operands is None or options.operands.parts > 1:
+        return torch.zeros(X.shape[0], dtype=torch.bool, device=X.device)
+    return ~has_cholesky_factor(symmetric_part(X))
+
+
 def _problem(prepared: Prepared, scale: Tensor, covered: Tensor, options: Options, want: Want) -> Problem:
     """Divide by the scale, in place."""
     return Problem(
@@ -156,8 +189,9 @@ def _problem(prepared: Prepared, scale: Tensor, covered: Tensor, options: Option
         zero_rows=prepared.zero_rows,
         tol=options.solver_tol,
         max_steps=options.max_steps,
+        lowest=options.lowest,
         covered=covered,
-        multiply=Product(options.matmul_dtype),
+        multiply=Product(options.operands),
     )
 
 

@@ -266,7 +266,10 @@ def test_roots_cost_little_more_than_inverse_roots(row, p, want):
 def test_fixed_work_does_not_look_at_values(row, p, scaling, monkeypatch):
     """Where looking is not free, as it is on a CPU, nothing is looked at, and the answer is the same."""
     A = torch.stack([spd(SIZE, seed=s) for s in range(3)])
-    for keywords in ({}, {"damping": 1e-3}, {"rel_damping": 1e-6}):
+    half: tuple[dict[str, Any], ...] = (
+        ({"matmul_dtype": "fp16"}, {"matmul_dtype": "bf16x2"}) if row.half_products else ()
+    )
+    for keywords in ({}, {"damping": 1e-3}, {"rel_damping": 1e-6}, *half):
         _, looked = watched(A, p, method=row.fixed(5), scaling=scaling, **keywords)
         with monkeypatch.context() as blind:
             for module in (_prepare, _products, _solve, bounds):

@@ -11,6 +11,7 @@ from table import BF16, FP16, FP32, FP64, name, series_products
 
 import matroots
 from matroots import Chebyshev, Status
+from matroots._formats import parse_format
 from matroots._products import Product
 from matroots.solvers._giant_steps import baby_steps, evaluate, products, regrouped
 from matroots.solvers.chebyshev import relative_error, series
@@ -87,7 +88,7 @@ def test_as_accurate_as_clenshaw_on_the_same_series(dtype, condition, degree, p)
         t = ((2 * values - 1 - floor) / (1 - floor)).numpy()
         exact = (Q * torch.from_numpy(chebyshev.chebval(t, c))) @ Q.mT
         wrong = [
-            error(method(A.unsqueeze(0), c, floor, Product(operands))[0], exact).item()
+            error(method(A.unsqueeze(0), c, floor, Product(parse_format(operands)))[0], exact).item()
             for method in (evaluate, clenshaw)
         ]
         ratios.append(wrong[0] / (wrong[1] + 2.0**-53 * condition))

@@ -101,6 +101,6 @@ def _first_polynomials(A: Tensor, k: int, floor: float, multiply: Product) -> Te
 
 def _minus(multiply: Product, A: Tensor, B: Tensor, C: Tensor, alpha: float) -> Tensor:
     """Return ``alpha A B - C`` in C's memory where the product can be fused with the difference."""
-    if multiply.operand_dtype is None:
+    if multiply.format is None:
         return C.baddbmm_(A, B, beta=-1, alpha=alpha)
     return C.neg_().add_(multiply(A, B, torch.empty_like(B), alpha=alpha))

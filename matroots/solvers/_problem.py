@@ -29,6 +29,7 @@ class Problem:
         zero_rows: ``(b, n)`` bool, rows and columns of the undamped input that are exactly zero.
         tol: bound asked for on the residual; None for the precision's limit.
         max_steps: limit on steps, None for the solver's own.
+        lowest: eigenvalues below this are not worth designing for: ``4 u``; half of what a format lifts them to.
         covered: ``(b,)`` bool, A is proven to lie above the solver's :meth:`Solver.designed_floor`.
         multiply: the product of two batches.
     """
@@ -42,6 +43,7 @@ class Problem:
     zero_rows: Tensor
     tol: float | None
     max_steps: int | None
+    lowest: float
     covered: Tensor
     multiply: Product
 
@@ -53,7 +55,14 @@ class Problem:
     @property
     def unit_roundoff(self) -> float:
         """Unit roundoff of the products' operands."""
-        return unit_roundoff(self.multiply.operand_dtype or self.A.dtype)
+        operands = self.multiply.format
+        return unit_roundoff(self.A.dtype) if operands is None else operands.unit_roundoff
+
+    @property
+    def resolution(self) -> float:
+        """Unit roundoff of the products that carry the small eigenvalues: what lies below a few of it is lost."""
+        operands = self.multiply.format
+        return unit_roundoff(self.A.dtype) if operands is None else operands.carrier.unit_roundoff
 
     @property
     def precision_limit(self) -> float:
@@ -111,10 +120,10 @@ class Solver(Protocol):
         """How far above the scale the spectrum may reach before the iteration leaves its branch (1: not at all)."""
         ...
 
-    def designed_floor(self, rel_damping: float, u: float) -> float:
+    def designed_floor(self, rel_damping: float, lowest: float) -> float:
         """Lower end, relative to the scale, of the spectrum that the work is designed for; 0: none is fixed beforehand.
 
-        ``u`` is the unit roundoff of the products' operands.
+        ``lowest`` is :attr:`Problem.lowest`.
         """
         ...
 
@@ -146,7 +155,7 @@ class OfDefinite:
         """Iterates, and the products that replace them."""
         return 6
 
-    def designed_floor(self, rel_damping: float, u: float) -> float:
+    def designed_floor(self, rel_damping: float, lowest: float) -> float:
         """None: the work depends on the spectrum that is met."""
         return 0.0
 

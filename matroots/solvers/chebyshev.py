@@ -60,10 +60,6 @@ class Chebyshev(OfDefinite):
         """Half of the baby steps of a high degree: 256 x 64 x 64 in float32 is slower with 6, 24 or 48."""
         return 12
 
-    def designed_floor(self, rel_damping: float, u: float) -> float:
-        """The given floor, at least ``4 u``."""
-        return 0.0 if self.floor is None else max(self.floor, 4.0 * u)
-
     def solve(self, problem: Problem) -> Solution:
         """Evaluate one polynomial per floor: members whose floors agree share it."""
         A, p, n = problem.A, float(problem.p), problem.A.shape[-1]
@@ -77,7 +73,7 @@ class Chebyshev(OfDefinite):
             for sign, root in roots.items():
                 degree, floor, enough = self._polynomial(problem, p, sign, proven)
                 c = series(p, sign, floor)[: degree + 1]
-                X = evaluate(A[members], c, floor, problem.multiply)
+                X = evaluate(A[members], c, floor, problem.multiply.carrier)
                 exploded[members] |= ~(frobenius(X) <= 2 * n**0.5 * _largest_value(c, floor))
                 error[members] = error[members].clamp_min(relative_error(p, sign, floor, degree))
                 rounding[members] = rounding[members].clamp_min(_rounding(problem, p, floor, degree))
@@ -113,7 +109,7 @@ class Chebyshev(OfDefinite):
         if self.degree is None:
             degree = smallest_degree(p, sign, floor, target, limit)
         else:
-            swallowed = problem.unit_roundoff / 8 * max(1.0, math.pow(floor, sign / p))
+            swallowed = problem.resolution / 8 * max(1.0, math.pow(floor, sign / p))
             degree = smallest_degree(p, sign, floor, swallowed, self.degree)
         enough = tail(p, sign, floor, degree) <= target
         while floor * _RUNG < 1 and relative_error(p, sign, floor, degree) > _LOOSEST:
@@ -123,11 +119,13 @@ class Chebyshev(OfDefinite):
     def _floors(self, problem: Problem) -> tuple[list[tuple[float, Tensor | slice]], Tensor]:
         """Return (floor, members) for each floor in use, and whether each member's spectrum lies above its floor.
 
-        No floor is below 4 u: rounding the operands of a product alone moves eigenvalues of that size.
+        No floor is below 4 u or more: rounding the operands of a product alone moves eigenvalues of that size.
         """
-        A, lowest = problem.A, 4.0 * problem.unit_roundoff
+        A, lowest = problem.A, self._lowest(problem)
         if self.floor is not None:
-            return [(max(self.floor, lowest), slice(None))], problem.covered
+            floor = max(self.floor, lowest)
+            above = (problem.floor >= floor) | exceeds(A, torch.full_like(problem.floor, floor))
+            return [(floor, slice(None))], above
         deepest = math.floor(-math.log(lowest, _RUNG))
         rung = first_rung(A, deepest)
         damped = torch.ceil(-torch.log(problem.floor) / math.log(_RUNG)).clamp(0, deepest + 1)
@@ -135,6 +133,21 @@ class Chebyshev(OfDefinite):
         covered = rung <= deepest
         rung = rung.clamp(max=deepest)
         return [(_RUNG**-k, torch.nonzero(rung == k).flatten()) for k in torch.unique(rung).tolist()], covered
+
+    def _lowest(self, problem: Problem) -> float:
+        """Return the lowest floor: ``4 u``, and in a format no lower than lets the root's smallest eigenvalue, 1, survive.
+
+        The recurrence rounds values of the size of the largest, ``floor^{-1/p}``, as often as the degree says.
+        """
+        floor, p = 4.0 * problem.resolution, float(problem.p)
+        if problem.multiply.format is None:
+            return floor
+        while floor * _RUNG < 1:
+            degree, _, _ = self._polynomial(problem, p, -1, floor)
+            if degree * problem.lowest * floor ** (-1 / p) <= 1:
+                break
+            floor *= _RUNG
+        return floor
 
 
 def _target(problem: Problem, p: float, sign: int, floor: float) -> float:
@@ -144,7 +157,7 @@ def _target(problem: Problem, p: float, sign: int, floor: float) -> float:
     ``sqrt(n) ((1 + e)^p - 1)`` below it, e relative to the smallest value.
     """
     if problem.tol is None:
-        return problem.unit_roundoff * max(1.0, math.pow(floor, sign / p))
+        return problem.resolution * max(1.0, math.pow(floor, sign / p))
     room = max(problem.tol - problem.precision_limit, problem.tol / 2)
     relative = math.expm1(math.log1p(room / problem.A.shape[-1] ** 0.5) / p)
     return relative * min(1.0, math.pow(floor, sign / p))
@@ -156,7 +169,7 @@ def _rounding(problem: Problem, p: float, floor: float, degree: int) -> float:
     ``u / f`` is what one rounding of A does; those of d terms in the pairs of one eigenvector at the floor and one far above
     it add up like a random walk (measured, see docs/chebyshev.md); next to f = 1 the rounding of X itself, p-fold, is left.
     """
-    return problem.unit_roundoff * (2.0 * math.sqrt(degree) / floor + 4.0 * p)
+    return problem.resolution * (2.0 * math.sqrt(degree) / floor + 4.0 * p)
 
 
 def first_rung(A: Tensor, deepest: int) -> Tensor:

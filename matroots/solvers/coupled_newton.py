@@ -97,7 +97,7 @@ class NewtonIterates:
             self.spent += 1
         self._old_X, self.X = self.X, new_X
         powers = raise_to(self.Q, self.p, self.multiply)
-        self.multiply(powers[-1], self.M, self._old_M)
+        self.multiply.carrier(powers[-1], self.M, self._old_M)
         self.spent += len(powers)
         self._old_M, self.M = self.M, self._old_M
 
@@ -132,6 +132,7 @@ def root_from_inverse(A: Tensor, X: Tensor, p: int, multiply: Product) -> tuple[
     """Return ``A X^{p-1}``, which is ``A^{1/p}`` for ``X = A^{-1/p}``, and the products it took."""
     if p == 1:
         return A, 0
+    multiply = multiply.carrier  # what is small in A stays small, beside large powers of X
     powers = raise_to(X, p - 1, multiply)
     return multiply(A, powers[-1], torch.empty_like(X)), len(powers)
 

@@ -87,7 +87,7 @@ class EVD:
         """No scale is needed."""
         return float("inf")
 
-    def designed_floor(self, rel_damping: float, u: float) -> float:
+    def designed_floor(self, rel_damping: float, lowest: float) -> float:
         """None."""
         return 0.0
 

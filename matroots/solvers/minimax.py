@@ -166,16 +166,16 @@ class Minimax(OfDefinite):
         """None: the polynomials are best on their interval and on nothing above it."""
         return 1.0
 
-    def designed_floor(self, rel_damping: float, u: float) -> float:
-        """The given floor, or what is known without looking at the device, at least ``4 u``."""
+    def designed_floor(self, rel_damping: float, lowest: float) -> float:
+        """The given floor, or what is known without looking at the device, at least ``lowest``."""
         # half of what is known: the proof that the spectrum lies above needs room for rounding
         known = 0.5 * rel_damping / (1.0 + rel_damping)
-        return max(known if self.floor is None else self.floor, 4.0 * u)
+        return max(known if self.floor is None else self.floor, lowest)
 
     def solve(self, problem: Problem) -> Solution:
         """Run the schedule for the floor: ``A^{-1/p}``, and from it, where wanted, ``A^{1/p} = A X^{p-1}``."""
         p, n = as_integer(problem.p) or 1, problem.A.shape[-1]
-        floor = self.designed_floor(problem.rel_damping, problem.unit_roundoff)
+        floor = self.designed_floor(problem.rel_damping, problem.lowest)
         schedule = cheapest_schedule(p, floor, _target(problem, p), self.cushion)
         covered = problem.covered
         original = None if problem.want == "inverse" else problem.A.clone()
@@ -217,7 +217,7 @@ def run(A: Tensor, p: int, steps: tuple[Step, ...], multiply: Product) -> tuple[
         Q = evaluate(step, M, multiply)
         X = Q.clone() if X is None else multiply(X, Q, torch.empty_like(Q))
         power = raise_to(Q, p, multiply)[-1]
-        M, spare = multiply(power, M, spare), M
+        M, spare = multiply.carrier(power, M, spare), M
     rho = frobenius(add_to_diagonal(M.clone(), -1.0))
     Q = evaluate(steps[-1], M, multiply)
     return (Q if X is None else multiply(X, Q, torch.empty_like(Q))), rho

@@ -135,7 +135,7 @@ class SquareRootIterates:
 
     def advance(self) -> None:
         """``Y <- Y E``, ``Z <- E Z`` (the first one free)."""
-        self.multiply(self.Y, self.E, self._old_Y)
+        self.multiply.carrier(self.Y, self.E, self._old_Y)
         self._old_Y, self.Y = self.Y, self._old_Y
         self.spent += 1
         if self.Z is None:
@@ -151,7 +151,7 @@ class SquareRootIterates:
         E = select(self.E, members)
         roots: Roots = ()
         if self.want != "inverse":
-            roots += (self.multiply(select(self.Y, members), E, torch.empty_like(E)),)
+            roots += (self.multiply.carrier(select(self.Y, members), E, torch.empty_like(E)),)
         if self.want != "root":
             Z = None if self.Z is None else select(self.Z, members)
             roots += (E.clone() if Z is None else self.multiply(E, Z, torch.empty_like(E)),)

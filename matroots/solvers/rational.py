@@ -243,12 +243,12 @@ class Rational(OfDefinite):
         """Shifted matrices and factors of as many poles as are worked on at once, and products on their way."""
         return 6 * _POLES_AT_ONCE
 
-    def designed_floor(self, rel_damping: float, u: float) -> float:
-        """The given floor or that of the damping, at least ``4 u``; 0 where each member has its own."""
+    def designed_floor(self, rel_damping: float, lowest: float) -> float:
+        """The given floor or that of the damping, at least ``lowest``; 0 where each member has its own."""
         if self.floor is None and rel_damping == 0.0:
             return 0.0
         known = 0.5 * rel_damping / (1.0 + rel_damping)
-        return max(known if self.floor is None else self.floor, 4.0 * u)
+        return max(known if self.floor is None else self.floor, lowest)
 
     def solve(self, problem: Problem) -> Solution:
         """Sum the inverses of one approximant per floor: members whose floors agree share it."""
@@ -289,7 +289,7 @@ class Rational(OfDefinite):
         """Return (floor, members) for each floor in use, and whether each member's spectrum lies above its floor."""
         # far below 4 u, where products lose an eigenvalue: a Cholesky factor of A + s I is no worse than that of A
         lowest = max(problem.unit_roundoff / 256, _LOWEST)
-        fixed = self.designed_floor(problem.rel_damping, problem.unit_roundoff)
+        fixed = self.designed_floor(problem.rel_damping, problem.lowest)
         if fixed > 0:
             return [(fixed, slice(None))], problem.covered
         rung = _RUNGS[problem.A.dtype]
