@@ -18,7 +18,7 @@ from torch import Tensor
 import matroots
 from matroots import Minimax, _solve
 from matroots._formats import FORMATS, Format
-from matroots._products import Product
+from matroots._products import Add, Product
 
 FP32_COST, WIDTH = 16, 14
 Column = tuple[str | Minimax, int]
@@ -41,11 +41,11 @@ class Planned(Product):
         """The same, for the product that carries the small eigenvalues on."""
         return Planned(self.format, self.plan, self.count, self.costs, True)
 
-    def __call__(self, A: Tensor, B: Tensor, out: Tensor, alpha: float = 1.0) -> Tensor:
+    def write(self, A: Tensor, B: Tensor, out: Tensor, alpha: float, beta: float, add: Add) -> Tensor:
         """Multiply as planned."""
         name = self.plan(len(self.costs), self.count, self.carries)
         self.costs.append(FP32_COST if name is None else 2 if name == "tf32" else whole(name).products)
-        return Product(None if name is None else whole(name))(A, B, out, alpha)
+        return Product(None if name is None else whole(name)).write(A, B, out, alpha, beta, add)
 
 
 def whole(name: str) -> Format:

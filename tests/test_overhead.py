@@ -48,7 +48,7 @@ def operations(solver: Any, p: int) -> Counter[str]:
         (
             lambda k: Chebyshev(degree=7 * k - 10, floor=0.01),
             2,
-            {"aten.baddbmm_.default": 1, "aten.add_.Tensor": 1},
+            {"aten.baddbmm.out": 1, "aten.add_.Tensor": 1},
         ),
     ],
 )

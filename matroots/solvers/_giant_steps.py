@@ -82,7 +82,8 @@ def evaluate(A: Tensor, c: tuple[float, ...], floor: float, multiply: Product) -
         if j == len(b) - 1:
             current, after = B.clone(), torch.zeros_like(B)
         else:  # the sum is B_0 + T_k V_1 - V_2: the last product is not doubled
-            current, after = _minus(multiply, T[-1], current, after, 2.0 if j else 1.0).add_(B), current
+            doubled = multiply.symmetric(T[-1], current, after, alpha=2.0 if j else 1.0, beta=-1.0)
+            current, after = doubled.add_(B), current
     return current
 
 
@@ -91,16 +92,9 @@ def _first_polynomials(A: Tensor, k: int, floor: float, multiply: Product) -> Te
     T = A.new_empty(k, *A.shape)
     add_to_diagonal(torch.mul(A, 2.0 / (1.0 - floor), out=T[0]), -(1.0 + floor) / (1.0 - floor))
     for i in range(1, k):
-        multiply(T[0], T[i - 1], T[i], alpha=2.0)
+        multiply.symmetric(T[0], T[i - 1], T[i], alpha=2.0)
         if i == 1:
             add_to_diagonal(T[1], -1.0)
         else:
             T[i].sub_(T[i - 2])
     return T
-
-
-def _minus(multiply: Product, A: Tensor, B: Tensor, C: Tensor, alpha: float) -> Tensor:
-    """Return ``alpha A B - C`` in C's memory where the product can be fused with the difference."""
-    if multiply.format is None:
-        return C.baddbmm_(A, B, beta=-1, alpha=alpha)
-    return C.neg_().add_(multiply(A, B, torch.empty_like(B), alpha=alpha))

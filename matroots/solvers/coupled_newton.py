@@ -93,11 +93,11 @@ class NewtonIterates:
             new_X = self.Q.clone()
         else:
             new_X = torch.empty_like(self.Q) if self._old_X is None else self._old_X
-            self.multiply(self.X, self.Q, new_X)
+            self.multiply.symmetric(self.X, self.Q, new_X)
             self.spent += 1
         self._old_X, self.X = self.X, new_X
         powers = raise_to(self.Q, self.p, self.multiply)
-        self.multiply.carrier(powers[-1], self.M, self._old_M)
+        self.multiply.carrier.symmetric(powers[-1], self.M, self._old_M)
         self.spent += len(powers)
         self._old_M, self.M = self.M, self._old_M
 
@@ -106,7 +106,7 @@ class NewtonIterates:
         Q = select(self.Q, members)
         if self.X is None:
             return (Q.clone(),)
-        return (self.multiply(select(self.X, members), Q, torch.empty_like(Q)),)
+        return (self.multiply.symmetric(select(self.X, members), Q, torch.empty_like(Q)),)
 
     def current(self, members: Tensor | None) -> Roots:
         """X as it is."""
@@ -134,12 +134,12 @@ def root_from_inverse(A: Tensor, X: Tensor, p: int, multiply: Product) -> tuple[
         return A, 0
     multiply = multiply.carrier  # what is small in A stays small, beside large powers of X
     powers = raise_to(X, p - 1, multiply)
-    return multiply(A, powers[-1], torch.empty_like(X)), len(powers)
+    return multiply.symmetric(A, powers[-1], torch.empty_like(X)), len(powers)
 
 
 def raise_to(Q: Tensor, power: int, multiply: Product) -> list[Tensor]:
     """Return Q and the powers of it along a shortest addition chain, one product each; the last is ``Q^power``."""
     powers = [Q]
     for i, j in addition_chain(power):
-        powers.append(multiply(powers[i], powers[j], torch.empty_like(Q)))
+        powers.append(multiply.symmetric(powers[i], powers[j], torch.empty_like(Q)))
     return powers

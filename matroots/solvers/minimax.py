@@ -215,21 +215,21 @@ def run(A: Tensor, p: int, steps: tuple[Step, ...], multiply: Product) -> tuple[
     spare = torch.empty_like(A)
     for step in steps[:-1]:
         Q = evaluate(step, M, multiply)
-        X = Q.clone() if X is None else multiply(X, Q, torch.empty_like(Q))
+        X = Q.clone() if X is None else multiply.symmetric(X, Q, torch.empty_like(Q))
         power = raise_to(Q, p, multiply)[-1]
-        M, spare = multiply.carrier(power, M, spare), M
+        M, spare = multiply.carrier.symmetric(power, M, spare), M
     rho = frobenius(add_to_diagonal(M.clone(), -1.0))
     Q = evaluate(steps[-1], M, multiply)
-    return (Q if X is None else multiply(X, Q, torch.empty_like(Q))), rho
+    return (Q if X is None else multiply.symmetric(X, Q, torch.empty_like(Q))), rho
 
 
 def evaluate(step: Step, M: Tensor, multiply: Product) -> Tensor:
     """Return ``q(M)``: ``degree - 1`` products."""
     if len(step) == 2:
         return add_to_diagonal(M * step[1], step[0])
-    square = multiply(M, M, torch.empty_like(M))
+    square = multiply.symmetric(M, M, torch.empty_like(M))
     if len(step) == 3:
         return add_to_diagonal(square.mul_(step[2]).add_(M, alpha=step[1]), step[0])
     upper = add_to_diagonal(M * step[3], step[2])
-    cubic = multiply(upper, square, torch.empty_like(M))
+    cubic = multiply.symmetric(upper, square, torch.empty_like(M))
     return add_to_diagonal(cubic.add_(M, alpha=step[1]), step[0])

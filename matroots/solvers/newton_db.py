@@ -135,14 +135,14 @@ class SquareRootIterates:
 
     def advance(self) -> None:
         """``Y <- Y E``, ``Z <- E Z`` (the first one free)."""
-        self.multiply.carrier(self.Y, self.E, self._old_Y)
+        self.multiply.carrier.symmetric(self.Y, self.E, self._old_Y)
         self._old_Y, self.Y = self.Y, self._old_Y
         self.spent += 1
         if self.Z is None:
             self.Z, self.E = self.E, torch.empty_like(self.E)
             return
         new_Z = torch.empty_like(self.E) if self._old_Z is None else self._old_Z
-        self.multiply(self.E, self.Z, new_Z)
+        self.multiply.symmetric(self.E, self.Z, new_Z)
         self._old_Z, self.Z = self.Z, new_Z
         self.spent += 1
 
@@ -151,10 +151,10 @@ class SquareRootIterates:
         E = select(self.E, members)
         roots: Roots = ()
         if self.want != "inverse":
-            roots += (self.multiply.carrier(select(self.Y, members), E, torch.empty_like(E)),)
+            roots += (self.multiply.carrier.symmetric(select(self.Y, members), E, torch.empty_like(E)),)
         if self.want != "root":
             Z = None if self.Z is None else select(self.Z, members)
-            roots += (E.clone() if Z is None else self.multiply(E, Z, torch.empty_like(E)),)
+            roots += (E.clone() if Z is None else self.multiply.symmetric(E, Z, torch.empty_like(E)),)
         return roots
 
     def current(self, members: Tensor | None) -> Roots:
