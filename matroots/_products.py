@@ -48,18 +48,40 @@ class Product:
         return self.write(A, B, out, alpha, beta, _add_product)
 
     def symmetric(self, A: Tensor, B: Tensor, out: Tensor, alpha: float = 1.0, beta: float = 0.0) -> Tensor:
-        """Write ``alpha A B + beta out`` where that is symmetric up to rounding: only its lower triangle is computed, and mirrored.
+        """Write ``alpha A B + beta out`` where that is symmetric up to rounding: its lower triangle is computed, and mirrored.
 
         A, B and ``out``, ``(b, n, n)``, are symmetric, and A and B commute up to rounding, as polynomials in one matrix do. The triangle is
         one of blocks: m panels of columns, each from its diagonal block down, take ``(1 + 1/m)/2`` of the work of the whole
-        product (`panel_edges`). Where that would not be faster it *is* the whole product. Counted as one product.
+        product (`panel_edges`). The result is symmetric exactly. Where that would not be faster it *is* the whole product.
+
+        What A and B do not commute by, ``K = (A B - B A)/2``, stays in the antisymmetric part of a whole product, and here becomes an
+        error of the symmetric one. So it is not for a product whose small eigenvalues matter (`symmetrised`).
         """
         edges = panel_edges(out)
         if len(edges) == 2:
             return self(A, B, out, alpha, beta)
         self.write(A, B, out, alpha, beta, partial(_add_lower_panels, edges))
-        for low, high in pairwise(edges[:-1]):
+        for low, high in pairwise(edges):
+            block = out[:, low:high, low:high]
+            block.copy_(block.tril() + block.tril(-1).mT)
             out[:, low:high, high:] = out[:, high:, low:high].mT
+        return out
+
+    def symmetrised(self, A: Tensor, B: Tensor, out: Tensor) -> Tensor:
+        """Write ``(A B + (A B)^T)/2``, of a whole product, where `symmetric` mirrors; elsewhere ``A B``.
+
+        For the product that carries small eigenvalues on, ``Q^p M``, between mirrored ones. If what is wrong with ``Q^p`` is D, then ``D M`` changes an
+        eigenvalue m of M by ``m v^T D v``, a factor near 1, and so does its symmetric part; a mirrored triangle of ``D M`` does not. And next to
+        powers of Q that are symmetric exactly, an antisymmetric part of M is not a function of the same matrix any more, and grows.
+        """
+        edges = panel_edges(out)
+        if len(edges) == 2:
+            return self(A, B, out)
+        self(A, B, out, alpha=0.5)
+        for low, high in pairwise(edges):
+            block, below = out[:, low:high, low:high], out[:, high:, low:high]
+            block.copy_(block + block.mT)
+            out[:, low:high, high:] = below.add_(out[:, low:high, high:].mT).mT
         return out
 
     def write(self, A: Tensor, B: Tensor, out: Tensor, alpha: float, beta: float, add: Add) -> Tensor:

@@ -2,6 +2,9 @@
 
 ``M_0 = A, X_0 = I``; then, with ``Q = ((p + 1) I - M)/p``, ``X <- X Q`` and ``M <- Q^p M``. X tends to ``A^{-1/p}`` and M to I
 for spectra in ``(0, p + 1)``.
+
+M, Q and X are functions of one matrix: every product is symmetric up to rounding and is computed as one triangle, but for ``Q^p M``, which
+carries the small eigenvalues on and is symmetrised instead (`Product.symmetrised` says why).
 """
 
 from __future__ import annotations
@@ -97,7 +100,7 @@ class NewtonIterates:
             self.spent += 1
         self._old_X, self.X = self.X, new_X
         powers = raise_to(self.Q, self.p, self.multiply)
-        self.multiply.carrier.symmetric(powers[-1], self.M, self._old_M)
+        self.multiply.carrier.symmetrised(powers[-1], self.M, self._old_M)
         self.spent += len(powers)
         self._old_M, self.M = self.M, self._old_M
 
@@ -134,7 +137,7 @@ def root_from_inverse(A: Tensor, X: Tensor, p: int, multiply: Product) -> tuple[
         return A, 0
     multiply = multiply.carrier  # what is small in A stays small, beside large powers of X
     powers = raise_to(X, p - 1, multiply)
-    return multiply.symmetric(A, powers[-1], torch.empty_like(X)), len(powers)
+    return multiply(A, powers[-1], torch.empty_like(X)), len(powers)
 
 
 def raise_to(Q: Tensor, power: int, multiply: Product) -> list[Tensor]:

@@ -215,9 +215,11 @@ def run(A: Tensor, p: int, steps: tuple[Step, ...], multiply: Product) -> tuple[
     spare = torch.empty_like(A)
     for step in steps[:-1]:
         Q = evaluate(step, M, multiply)
-        X = Q.clone() if X is None else multiply.symmetric(X, Q, torch.empty_like(Q))
+        # not mirrored: errors E_ij of X grow by q_i or q_j in a whole product, in a mirrored one by their mean, and where the
+        # q of two eigenvalues are large in turn (a floor far below the spectrum) the means multiply to more
+        X = Q.clone() if X is None else multiply(X, Q, torch.empty_like(Q))
         power = raise_to(Q, p, multiply)[-1]
-        M, spare = multiply.carrier.symmetric(power, M, spare), M
+        M, spare = multiply.carrier.symmetrised(power, M, spare), M
     rho = frobenius(add_to_diagonal(M.clone(), -1.0))
     Q = evaluate(steps[-1], M, multiply)
     return (Q if X is None else multiply.symmetric(X, Q, torch.empty_like(Q))), rho
