@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.backends.mkldnn import MkldnnModule
+from torch.compiler import is_compiling
 
 from matroots._formats import Format
 
@@ -57,6 +59,9 @@ class Product:
         What A and B do not commute by, ``K = (A B - B A)/2``, stays in the antisymmetric part of a whole product, and here becomes an
         error of the symmetric one. So it is not for a product whose small eigenvalues matter (`symmetrised`).
         """
+        fused = _fused(out, self.format)
+        if fused is not None:
+            return self.write(A, B, out, alpha, beta, fused)
         edges = panel_edges(out)
         if len(edges) == 2:
             return self(A, B, out, alpha, beta)
@@ -75,7 +80,7 @@ class Product:
         powers of Q that are symmetric exactly, an antisymmetric part of M is not a function of the same matrix any more, and grows.
         """
         edges = panel_edges(out)
-        if len(edges) == 2:
+        if len(edges) == 2 and _fused(out, self.format) is None:
             return self(A, B, out)
         self(A, B, out, alpha=0.5)
         for low, high in pairwise(edges):
@@ -93,10 +98,10 @@ class Product:
             return out.mul_(beta).add_(self.write(A, B, torch.empty_like(out), alpha, 0.0, add))
         left, left_exponent = self.format.moderated(A)
         right, right_exponent = self.format.moderated(B)
-        parts = [self._parts(operand, out.is_cuda) for operand in (left, right)]
-        whole_numbers = out.is_cuda and self.format.dtype == out.dtype
-        with _float32_as_written.tf32() if whole_numbers else nullcontext():
-            _sum_of_parts(*parts, out, alpha, self.format.part_roundoff, add)
+        left_parts, right_parts = (self._parts(operand, out.is_cuda) for operand in (left, right))
+        in_tf32 = out.is_cuda and self.format.dtype == out.dtype
+        with _float32_as_written.tf32() if in_tf32 else nullcontext():
+            _sum_of_parts(left_parts, right_parts, out, alpha, self.format.part_roundoff, add)
         if left_exponent is not None and right_exponent is not None:
             out.mul_(torch.exp2((left_exponent + right_exponent).to(out.dtype)))
         return out
@@ -116,12 +121,49 @@ _PANELS = {torch.float32: ((1024, 8), (320, 4)), torch.float64: ((1024, 4), (512
 def panel_edges(out: Tensor) -> tuple[int, ...]:
     """Return the columns at which the panels of a symmetric product ``out`` begin, and n: ``(0, n)`` is the whole product.
 
-    More than one panel on the CPU only.
+    More than one panel on the CPU only. CUDA has a kernel for the triangle (`_fused`); other devices multiply whole matrices.
     """
     n = out.shape[-1]
     sizes = _PANELS.get(out.dtype, ()) if out.device.type == "cpu" else ()
     count = next((panels for least, panels in sizes if n >= least), 1)
     return tuple(n * i // count for i in range(count + 1))
+
+
+_FUSED_FROM = 256  # n from which the kernel is used: four tiles a side, 5/8 of the work. Not measured.
+
+
+def _fused(out: Tensor, format: Format | None) -> Add | None:
+    """Return the kernel that writes both triangles of a symmetric product from one, if it is to be used for ``out``.
+
+    On CUDA, with sums in float32, where Triton is installed (torch's builds for CUDA on Linux bring it) and runs; a product is whole where not.
+    """
+    if not out.is_cuda or out.dtype != torch.float32 or out.shape[-1] < _FUSED_FROM or is_compiling():
+        return None
+    kernel = _triangle_kernel(out.device)
+    return None if kernel is None else partial(kernel, precision="ieee" if format is None else "tf32")
+
+
+@cache
+def _triangle_kernel(device: torch.device) -> Callable[..., None] | None:
+    """Return the kernel of `matroots._triton` if this device can run it, which is tried once."""
+    if torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
+        return None  # products of halves would not use tensor cores
+    try:
+        from matroots._triton import add_lower_triangle
+    except ImportError:
+        return None
+    try:
+        one = torch.ones(1, 1, 1, device=device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            add_lower_triangle(one, one, torch.empty_like(one), 0.0, 1.0)
+    except (
+        Exception
+    ) as problem:  # it compiles when called, which needs a C compiler and a driver that it knows
+        message = f"Triton is installed but does not run on {device}: whole products are computed, not one triangle ({problem})"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        return None
+    return add_lower_triangle
 
 
 def _add_lower_panels(
