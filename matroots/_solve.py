@@ -36,6 +36,7 @@ from matroots._products import (
     wide,
 )
 from matroots._result import InvRoot, Status
+from matroots._threads import balanced, mapped, workers
 from matroots.scaling.bounds import guarded
 from matroots.solvers import EVD, Problem, Solution
 from matroots.solvers._problem import Want
@@ -54,8 +55,7 @@ def solve(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor]:
     if A.numel() == 0:
         whole = _nothing(A, b)
     else:
-        with full_precision(A.device):
-            whole = _collected(_chunks(A.detach(), chunk_size(A, options), options, want), b)
+        whole = _collected(_chunks(A.detach(), chunk_size(A, options), options, want), b)
     small = {name: field.reshape((*batch, *field.shape[1:])) for name, field in whole.diagnostics.items()}
     roots = [root.reshape(A.shape) for root in whole.roots]
     return InvRoot(root=roots[0], **small, certificate=None), roots[-1]
@@ -88,13 +88,27 @@ def _nothing(A: Tensor, b: int) -> _Part:
 
 
 def _chunks(A: Tensor, size: int, options: Options, want: Want) -> Iterator[_Part]:
-    """Solve ``size`` members at a time; each chunk draws the same start vectors."""
-    state = None if options.generator is None else options.generator.get_state()
-    for start in range(0, options.damping.shape[0], size):
-        if options.generator is not None and state is not None:
-            options.generator.set_state(state)
-        members = slice(start, start + size)
-        yield _solve_chunk(members_of(A, start, size), options.damping[members], options, want)
+    """Solve ``size`` members at a time, on CPU several chunks at once; each chunk draws the same start vectors."""
+    b, n = options.damping.shape[0], A.shape[-1]
+    generator = options.generator
+    state = None if generator is None else generator.get_state()
+
+    def part(start: int) -> _Part:
+        if generator is not None and state is not None:
+            generator.set_state(state)
+        with full_precision(A.device):
+            chunk = members_of(A, start, size)
+            return _solve_chunk(chunk, options.damping[start : start + size], options, want)
+
+    # a generator has one state, and a mode of torch's one thread
+    threads = workers(b, n) if A.is_cpu and generator is None else 1
+    if threads > 1:
+        size = min(size, -(-b // threads))
+    starts = range(0, b, size)
+    if threads > 1 and balanced(b, size, threads):
+        yield from mapped(part, starts, threads)
+    else:
+        yield from map(part, starts)
 
 
 def _collected(parts: Iterator[_Part], b: int) -> _Part:
