@@ -61,7 +61,7 @@ def inv_root_ex(
         rel_damping: relative to :func:`lambda_bound` of A, ``>= 0``.
         tol: bound on the residual ``||I - A X^p||_F`` of the solver; for "auto" on the certified relative error, which
             it then computes; "evd" has none. None: as far as the precision goes.
-        max_steps: limit on the steps of "cn" and of each square root of "ndb" (60), the degree of "chebyshev" (8000), or the poles of "rational" (60).
+        max_steps: limit on the steps of "cn" and of each square root of "ndb" (60), the degree of "chebyshev" (8000), or the poles of "rational" (80).
         matmul_dtype: what the operands of products are rounded to, with sums in fp32: "fp16", "bf16" (or the torch dtypes), "tf32", or
             sums of two or three halves, "fp16x2", "bf16x2", "bf16x3", which are as accurate as fp32. Where the spectrum is not proven to
             lie above ``2 u`` times the bound (``4 u`` for p = 1), u of the precision, the damping is raised to that. Not for "evd".
