@@ -51,11 +51,11 @@ def inv_root_ex(
         A: ``(*, n, n)`` symmetric positive definite, fp16/bf16 (computed in fp32), fp32 or fp64, any strides. Not
             written to. The symmetric part is used; an antisymmetric part above ``min(8 sqrt(n) u, sqrt(u)) ||A||_F`` makes
             the member INDEFINITE.
-        p: order of the root. Any real ``p >= 1`` (``int``, ``float``, ``Fraction``) for "evd" and "chebyshev", any integer
-            for "cn" and "minimax", powers of two for "ndb".
-        method: "evd", "cn", "ndb", "chebyshev", "minimax", "auto" (at present the same as "evd"), or a solver instance such as
-            ``NewtonDB(steps=12)``.
-        scaling: "frobenius", "power", "multi_power" (default), or an instance such as ``MultiPower(vectors=32)``.
+        p: order of the root. Any real ``p >= 1`` (``int``, ``float``, ``Fraction``) for "evd", "chebyshev" and
+            "rational", any integer for "cn" and "minimax", powers of two for "ndb".
+        method: "evd", "cn", "ndb", "chebyshev", "minimax", "rational", "auto" (at present the same as "evd"), or a solver
+            instance such as ``NewtonDB(steps=12)``.
+        scaling: "frobenius", "power", "multi_power" (default; "frobenius" for "rational"), or an instance such as ``MultiPower(vectors=32)``.
             "evd" needs no scale and ignores it.
         damping: absolute, in the units of A; a number or a tensor that broadcasts to the batch shape, ``>= 0``.
         rel_damping: relative to :func:`lambda_bound` of A, ``>= 0``.
