@@ -51,17 +51,17 @@ def inv_root_ex(
         A: ``(*, n, n)`` symmetric positive definite, fp16/bf16 (computed in fp32), fp32 or fp64, any strides. Not
             written to. The symmetric part is used; an antisymmetric part above ``min(8 sqrt(n) u, sqrt(u)) ||A||_F`` makes
             the member INDEFINITE.
-        p: order of the root. Any real ``p >= 1`` (``int``, ``float``, ``Fraction``) for "evd" and "chebyshev", any integer
-            for "cn" and "minimax", powers of two for "ndb".
-        method: "evd", "cn", "ndb", "chebyshev", "minimax", "auto" (at present the same as "evd"), or a solver instance such as
-            ``NewtonDB(steps=12)``.
-        scaling: "frobenius", "power", "multi_power" (default), or an instance such as ``MultiPower(vectors=32)``.
+        p: order of the root. Any real ``p >= 1`` (``int``, ``float``, ``Fraction``) for "evd", "chebyshev" and
+            "rational", any integer for "cn" and "minimax", powers of two for "ndb".
+        method: "evd", "cn", "ndb", "chebyshev", "minimax", "rational", "auto" (at present the same as "evd"), or a solver
+            instance such as ``NewtonDB(steps=12)``.
+        scaling: "frobenius", "power", "multi_power" (default; "frobenius" for "rational"), or an instance such as ``MultiPower(vectors=32)``.
             "evd" needs no scale and ignores it.
         damping: absolute, in the units of A; a number or a tensor that broadcasts to the batch shape, ``>= 0``.
         rel_damping: relative to :func:`lambda_bound` of A, ``>= 0``.
         tol: bound on the residual ``||I - A X^p||_F`` of the solver; for "auto" on the certified relative error, which
             it then computes; "evd" has none. None: as far as the precision goes.
-        max_steps: limit on the steps of "cn" and of each square root of "ndb" (60), the degree of "chebyshev" (8000), or the poles of "rational" (60).
+        max_steps: limit on the steps of "cn" and of each square root of "ndb" (60), the degree of "chebyshev" (8000), or the poles of "rational" (80).
         matmul_dtype: what the operands of products are rounded to, with sums in fp32: "fp16", "bf16" (or the torch dtypes), "tf32", or
             sums of two or three halves, "fp16x2", "bf16x2", "bf16x3", which are as accurate as fp32. Where the spectrum is not proven to
             lie above ``2 u`` times the bound (``4 u`` for p = 1), u of the precision, the damping is raised to that. Not for "evd".

@@ -38,7 +38,9 @@ def has_factor(A: Tensor) -> Tensor:
     """Return whether symmetric ``(b, n, n)`` has a Cholesky factor, ``(b,)`` bool: positive definite up to rounding."""
     n = A.shape[-1]
     if n < 2 * _WORTH_PANELS:
-        info: Tensor = torch.linalg.cholesky_ex(A, upper=True).info
+        info: Tensor = torch.linalg.cholesky_ex(
+            A
+        ).info  # the lower triangle: of a Schur complement there is no other
         return info == 0
     h = _halved(n)
     R11, definite = inverse_factor(A[:, :h, :h])

@@ -356,3 +356,19 @@ def test_the_width_of_the_history_does_not_depend_on_chunks():
     for p in (2, 4, 8):
         whole, chunked = (matroots.inv_root_ex(A, p, method="ndb", max_batch=b) for b in (None, 1))
         assert whole.history.shape == chunked.history.shape == (4, int(whole.steps.max()))
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.7, 0.9, 0.97])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.floored], ids=name)
+def test_damping_that_a_negative_eigenvalue_eats_up_is_no_proof_of_a_floor(row, fraction):
+    """A + eps I >= (1 - fraction) eps, and not eps: what is undershot there must not be called converged."""
+    eps = 1e-3
+    spectrum = geometric(16, 10.0)
+    spectrum[-1] = 0.0
+    bound = matroots.lambda_bound(with_spectrum(spectrum)).item()
+    spectrum[-1] = -fraction * eps * bound
+    A = with_spectrum(spectrum)
+    result = matroots.inv_root_ex(A, 2, method=row.method, rel_damping=eps)
+    wrong = error(result.root, inverse_root(A, 2, result.damping.item()))
+    assert result.status in (Status.CONVERGED, Status.MAX_STEPS)
+    assert wrong < (1e-11 if result.status == Status.CONVERGED else 1.0)

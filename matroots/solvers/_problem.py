@@ -48,11 +48,6 @@ class Problem:
     multiply: Product
 
     @property
-    def floor(self) -> Tensor:
-        """A proven lower bound on the smallest eigenvalue of A, ``(b,)``, where it is positive."""
-        return (self.damping - self.noise).clamp_min(0.0)
-
-    @property
     def unit_roundoff(self) -> float:
         """Unit roundoff of the products' operands."""
         operands = self.multiply.format

@@ -36,7 +36,7 @@ class Chebyshev(OfDefinite):
     Args:
         degree: of the polynomial, less where the terms are lost in rounding; None takes the smallest that reaches ``tol``, at most ``max_steps`` (8000).
         floor: lower end of the interval relative to the scale, in (0, 1); None finds, for each member, a proven one
-            among the powers of 1/4 (and the damping). With degree and floor given nothing synchronises.
+            among the powers of 1/4. With degree and floor given nothing synchronises.
     """
 
     degree: int | None = None
@@ -124,12 +124,9 @@ class Chebyshev(OfDefinite):
         A, lowest = problem.A, self._lowest(problem)
         if self.floor is not None:
             floor = max(self.floor, lowest)
-            above = (problem.floor >= floor) | exceeds(A, torch.full_like(problem.floor, floor))
-            return [(floor, slice(None))], above
+            return [(floor, slice(None))], exceeds(A, torch.full_like(problem.damping, floor))
         deepest = math.floor(-math.log(lowest, _RUNG))
         rung = first_rung(A, deepest)
-        damped = torch.ceil(-torch.log(problem.floor) / math.log(_RUNG)).clamp(0, deepest + 1)
-        rung = torch.minimum(rung, damped.to(rung.dtype)).clamp_min(1)
         covered = rung <= deepest
         rung = rung.clamp(max=deepest)
         return [(_RUNG**-k, torch.nonzero(rung == k).flatten()) for k in torch.unique(rung).tolist()], covered

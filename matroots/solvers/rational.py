@@ -20,20 +20,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.special import ellipj, ellipk
+from scipy.special import ellipj, ellipk, ellipkm1
 from torch import Tensor
 
 from matroots._arguments import check_count, check_number
 from matroots._cholesky import add_gram, inverse_factor
 from matroots._exponent import Exponent
-from matroots._products import add_to_diagonal, wide
+from matroots._products import add_to_diagonal, exceeds, wide
 from matroots._result import Status
 from matroots.solvers._problem import OfDefinite, Problem, Solution, refuse_fixed
 
 Array = npt.NDArray[Any]  # of float64, or of Decimal
-DEFAULT_MAX_POLES = 60
+DEFAULT_MAX_POLES = 80  # float64 wants 72 for the lowest of its floors
 _FLOAT_SUFFICES = 1e-9  # of the error that is expected: below, float64 loses the unknowns
-_DIGITS = 40
+_DIGITS = 38  # two words of libmpdec: a sixth faster than 40
 _EXCHANGES = 20
 _U = 2.0**-53
 # proven floors are rounded down to powers of 1/4, in float64, whose designs take longest to find, of 1/16: few designs, a pole more
@@ -41,6 +41,7 @@ _RUNGS = {torch.float32: 4.0, torch.float64: 16.0}
 _POLES_AT_ONCE = 8  # where they fit a cache: their sum is then one long product. Never by the batch, which must not change an answer
 _LARGE = 512  # rows from which one shifted matrix is enough work
 _LOWEST = 1e-15  # floor below which elliptic functions in float64 have nothing to say
+_NARROWEST = 0.5  # a floor above it gains no pole, and its design drowns in rounding
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,17 @@ class Approximant:
 def _approximant(a: float, floor: float, target: float, limit: int) -> Approximant:
     """Return the best approximation of ``x^{-a}``, a in [0, 1], with the fewest poles whose error is at most ``target``.
 
-    With ``limit`` poles where even they do not reach it, or for a target of 0.
+    With ``limit`` poles where even they do not reach it, or for a target of 0; with no more than rounding leaves something to do.
     """
     if a in (0.0, 1.0):
         return Approximant(1.0 - a, (1.0,) * int(a), (0.0,) * int(a), 0.0)
+    floor = min(floor, _NARROWEST)
+    limit = min(limit, most_poles(a, floor))
     poles = 1 if target > 0 else limit
     while (best := best_rational(a, floor, poles)).error > target and poles < limit:
-        # each pole gains the same factor: far from the target several are added at once, less one to be sure
+        # each pole gains the same factor, the first few up to twice that: far from the target several are added at once
         ahead = math.log(best.error / target) / pole_gain(floor)
-        poles = min(limit, poles + max(1, math.floor(ahead)))
+        poles = min(limit, poles + max(1, math.floor(ahead / 2 if poles < ahead else ahead - 0.1)))
     return best
 
 
@@ -75,7 +78,17 @@ approximant: Callable[[float, float, float, int], Approximant] = torch.compiler.
 
 def pole_gain(floor: float) -> float:
     """Return the logarithm of the factor by which one more pole shrinks the error, nearly the same for every power."""
-    return float(2 * np.pi * ellipk(floor) / ellipk(1.0 - floor))
+    return float(2 * np.pi * ellipk(floor) / ellipkm1(floor))
+
+
+def expected_error(a: float, floor: float, poles: int) -> float:
+    """Return the error of so many poles, for ``x^{-a}``, to a factor of seven on floors of 1/2 and below."""
+    return math.sin(math.pi * a) * math.exp(-pole_gain(floor) * poles)
+
+
+def most_poles(a: float, floor: float) -> int:
+    """Return how many poles bring the error below rounding in float64: more gain nothing, and no digits are left to find them."""
+    return max(1, math.ceil(math.log(64.0 * expected_error(a, floor, 0) / _U) / pole_gain(floor)))
 
 
 @lru_cache(maxsize=4096)
@@ -89,7 +102,7 @@ def best_rational(a: float, floor: float, poles: int) -> Approximant:
     y, shifts = _zolotarev(floor, poles)
     signs = (-1.0) ** np.arange(len(y))
     unknowns = _start(a, shifts)
-    precise = math.exp(-pole_gain(floor) * poles) < _FLOAT_SUFFICES
+    precise = expected_error(a, floor, poles) < _FLOAT_SUFFICES
     best, least = unknowns, math.inf
     with localcontext(prec=_DIGITS):
         for _ in range(_EXCHANGES):
@@ -120,7 +133,7 @@ def _zolotarev(floor: float, poles: int) -> tuple[Array, Array]:
     With K the quarter period for ``m = 1 - floor``: ``s_j = floor (sn/cn)^2((2 j - 1) K / (2 N + 1))``, ``x_i = floor/dn^2(i K / (2 N + 1))``.
     """
     m = 1.0 - floor
-    quarter = ellipk(m)
+    quarter = ellipkm1(floor)
     sn, cn, _, _ = ellipj((2 * np.arange(1, poles + 1) - 1) * quarter / (2 * poles + 1), m)
     dn = ellipj(np.arange(2 * poles + 2) * quarter / (2 * poles + 1), m)[2]
     y = math.log(floor) - 2 * np.log(dn.clip(math.sqrt(floor), 1.0))
@@ -137,14 +150,18 @@ def _terms(a: float, y: Array, unknowns: Array) -> tuple[Array, Array]:
 
 
 def _start(a: float, shifts: Array) -> Array:
-    """Return logarithms of c, w and s to start from: the trapezoidal rule for ``x^{-a} = sin(pi a)/pi int t^{-a}/(x + t) dt``.
+    """Return logarithms of c, w and s to start from: a quadrature of ``x^{-a} = sin(pi a)/pi int t^{-a}/(x + t) dt``.
 
-    In ``log t``, at the shifts; c is what is missing at x = 1.
+    The trapezoidal rule in ``log t`` at the shifts; what lies below them is one pole, its shift the mean of t there, and what lies
+    above is c. That is where nearly everything is for a close to 1 and to 0.
     """
     spacing = np.gradient(shifts) if len(shifts) > 1 else np.array([2.0])
     weights = np.log(math.sin(math.pi * a) / math.pi * spacing) + (1 - a) * shifts
-    missing = 1.0 - (np.exp(weights) / (1.0 + np.exp(shifts))).sum()
-    return np.concatenate([[math.log(max(missing, 0.05))], weights, shifts])
+    below, above = shifts[0] + spacing[0] / 2, shifts[-1] + spacing[-1] / 2
+    weights[0] = math.log(math.sin(math.pi * a) / (math.pi * (1 - a))) + (1 - a) * below
+    constant = math.log(math.sin(math.pi * a) / (math.pi * a)) - a * above
+    first = below + math.log((1 - a) / (2 - a))
+    return np.concatenate([[constant], weights, [first], shifts[1:]])
 
 
 def _equalise(a: float, y: Array, unknowns: Array, signs: Array) -> tuple[Array, float]:
@@ -158,7 +175,7 @@ def _equalise(a: float, y: Array, unknowns: Array, signs: Array) -> tuple[Array,
         jacobian = np.column_stack([terms, -terms[:, 1:] * fractions, -alternating])
         step = _linear_solve(jacobian, -residual)
         largest = float(np.abs(step[:-1]).max())
-        damped = number(min(1.0, 0.7 / largest))
+        damped = number(0.7 / max(largest, 0.7))
         unknowns, level = unknowns + damped * step[:-1], level + damped * step[-1]
         if largest < 1e-7:
             break
@@ -204,11 +221,12 @@ class Rational(OfDefinite):
     """Best rational approximation, ``method="rational"``: any real p >= 1, half a product's operations a pole.
 
     Args:
-        poles: take exactly this many; None: the fewest whose error reaches ``tol``, at most ``max_steps`` (60).
+        poles: take this many, or as many as reach rounding in float64 if those are fewer; None: the fewest whose error reaches ``tol``,
+            at most ``max_steps`` (80).
         floor: lower end of the interval that is designed for, relative to the scale, in (0, 1). None: half the damping
             relative to the bound where ``rel_damping`` gives one; else one that is proven for each member by the trace of
             ``A^{-1}``, which synchronises. What lies below the floor is undershot and reported.
-        error: relative error of r to design for, in (0, 1), in place of ``tol``, which bounds the residual.
+        error: relative error of r to design for, in (0, 1), at least ``2^-52``, in place of ``tol``, which bounds the residual.
     """
 
     poles: int | None = None
@@ -254,7 +272,7 @@ class Rational(OfDefinite):
         """Sum the inverses of one approximant per floor: members whose floors agree share it."""
         A, n, p = problem.A, problem.A.shape[-1], float(problem.p)
         limit = self.poles or problem.max_steps or DEFAULT_MAX_POLES
-        wanted = _target(problem) if self.error is None else self.error
+        wanted = _target(problem) if self.error is None else max(self.error, 2.0 * _U)
         target = 0.0 if self.poles else wanted
         signs = {"inverse": (-1,), "root": (1,), "pair": (-1, 1)}[problem.want]
         roots = {sign: torch.empty_like(A) for sign in signs}
@@ -262,13 +280,21 @@ class Rational(OfDefinite):
         poles = torch.zeros_like(error, dtype=torch.int64)
         definite = torch.ones_like(poles, dtype=torch.bool)
         floors, covered = self._floors(problem)
-        for floor, members in floors:
-            for sign, root in roots.items():
-                r = approximant(1.0 / p if sign < 0 else 1.0 - 1.0 / p, floor, target, limit)
-                root[members], factored = evaluate(r, A[members], sign)
+        raised = problem.lowest
+        while floors:
+            floor, members = floors.pop()
+            designs = {
+                s: approximant(1.0 / p if s < 0 else 1.0 - 1.0 / p, floor, target, limit) for s in signs
+            }
+            definite[members] = True
+            for sign, r in designs.items():
+                roots[sign][members], factored = evaluate(r, A[members], sign)
                 definite[members] &= factored
-                error[members] = error[members].clamp_min(r.error)
-                poles[members] += len(r.shifts)
+            error[members] = max(r.error for r in designs.values())
+            poles[members] = sum(len(r.shifts) for r in designs.values())
+            if not floors and not self._fixed_floor(problem):
+                floors, covered = _raised(raised, definite, covered)
+                raised *= _RUNGS[A.dtype]
         residual = n**0.5 * torch.expm1(p * torch.log1p(error)) + problem.precision_limit
         reached = (error <= wanted) & covered
         status = torch.where(reached, int(Status.CONVERGED), int(Status.MAX_STEPS))
@@ -285,21 +311,40 @@ class Rational(OfDefinite):
             matmuls=torch.zeros_like(poles),
         )
 
+    def _fixed_floor(self, problem: Problem) -> float:
+        """Return the floor that all members share, 0 where each has its own."""
+        return self.designed_floor(problem.rel_damping, problem.lowest)
+
     def _floors(self, problem: Problem) -> tuple[list[tuple[float, Tensor | slice]], Tensor]:
-        """Return (floor, members) for each floor in use, and whether each member's spectrum lies above its floor."""
-        # far below 4 u, where products lose an eigenvalue: a Cholesky factor of A + s I is no worse than that of A
-        lowest = max(problem.unit_roundoff / 256, _LOWEST)
-        fixed = self.designed_floor(problem.rel_damping, problem.lowest)
-        if fixed > 0:
+        """Return (floor, members) for each floor in use, and whether each member's spectrum lies above its floor.
+
+        The trace finds floors far below ``4 u``, and r is as good there as rounding lets it be. But it proves nothing there:
+        rounding may have moved the smallest eigenvalue by as much. Covered are members that exceed ``4 u`` by one proof or the other.
+        """
+        if (fixed := self._fixed_floor(problem)) > 0:
             return [(fixed, slice(None))], problem.covered
-        rung = _RUNGS[problem.A.dtype]
-        deepest = math.floor(-math.log(lowest, rung))
-        proven = smallest_eigenvalue_bound(problem.A)
+        A, rung = problem.A, _RUNGS[problem.A.dtype]
+        deepest = math.floor(-math.log(max(problem.unit_roundoff / 256, _LOWEST), rung))
+        lowest = max(problem.lowest, rung**-deepest)
+        proven = smallest_eigenvalue_bound(A)
+        for k in torch.nonzero(proven < lowest).flatten().split(64):  # the trace may be n times too large
+            above = exceeds(A[k], torch.full_like(proven[k], lowest))
+            proven[k] = torch.where(above, lowest, proven[k])
         step = torch.ceil(-torch.log(proven) / math.log(rung) - 1e-9).clamp(1, deepest).to(torch.int64)
-        members: list[tuple[float, Tensor | slice]] = [
+        floors: list[tuple[float, Tensor | slice]] = [
             (rung**-k, torch.nonzero(step == k).flatten()) for k in torch.unique(step).tolist()
         ]
-        return members, proven >= rung**-deepest
+        return floors, proven >= lowest
+
+
+def _raised(
+    floor: float, definite: Tensor, covered: Tensor
+) -> tuple[list[tuple[float, Tensor | slice]], Tensor]:
+    """Return a higher floor for members that are so close to singular that rounding took a factor; they are not covered then."""
+    broken = torch.nonzero(~definite).flatten()
+    if len(broken) == 0 or floor >= 1.0:
+        return [], covered
+    return [(floor, broken)], covered & definite
 
 
 def _target(problem: Problem) -> float:
@@ -312,8 +357,8 @@ def _target(problem: Problem) -> float:
 def smallest_eigenvalue_bound(A: Tensor) -> Tensor:
     """Return ``1 / (2 trace(A^{-1}))``, a lower bound on the smallest eigenvalue with room for rounding; 0 without a factor.
 
-    ``trace(A^{-1}) = ||L^{-1}||_F^2`` is at most n times too large, in practice a few times. Its relative rounding error is
-    about ``sqrt(n) u kappa(A)``; a bound that this could spoil is not above the ``4 u`` that the caller cuts it off at.
+    ``trace(A^{-1}) = ||L^{-1}||_F^2`` is at most n times ``1/lambda_min``, in practice a few times. Rounding moves the smallest
+    eigenvalue by a u or two times the largest, in the worst of kernel matrices: below ``4 u`` this is an estimate and no bound.
     """
     R, definite = inverse_factor(A)
     trace = R.square().sum((-2, -1)).to(wide(A.device))

@@ -20,10 +20,11 @@ METHOD_COLOURS = {
     "ndb": PALETTE[1],
     "chebyshev": PALETTE[2],
     "minimax": PALETTE[3],
+    "rational": PALETTE[5],
 }
 # for p = 2 cn and ndb are the same map: the wider line shows under the other
-METHOD_WIDTHS = {"cn": 2.4, "ndb": 1.2, "chebyshev": 1.2, "minimax": 1.2}
-METHOD_MARKERS = {"evd": "s", "cn": "o", "ndb": "^", "chebyshev": "D", "minimax": "v"}
+METHOD_WIDTHS = {"cn": 2.4, "ndb": 1.2, "chebyshev": 1.2, "minimax": 1.2, "rational": 1.2}
+METHOD_MARKERS = {"evd": "s", "cn": "o", "ndb": "^", "chebyshev": "D", "minimax": "v", "rational": "P"}
 _PANEL = (4.0, 3.2)  # inches
 
 
