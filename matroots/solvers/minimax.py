@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,15 +22,13 @@ from matroots._arguments import check_number
 from matroots._exponent import Exponent, addition_chain, as_integer
 from matroots._products import Product, add_to_diagonal, frobenius
 from matroots._result import Status
+from matroots.solvers._giant_steps import regrouped
 from matroots.solvers._problem import OfDefinite, Problem, Solution
-from matroots.solvers.coupled_newton import raise_to, root_from_inverse
+from matroots.solvers._remez import Step, minimax_step
+from matroots.solvers.coupled_newton import root_from_inverse
 
-MAX_DEGREE = 3
-_NARROW = (
-    1e-3  # of an interval: below it the exchange loses its digits, and one Taylor step reaches any precision
-)
-Step = tuple[float, ...]
-"""Coefficients of one step's q, lowest first."""
+DEGREES = (1, 2, 4, 6)  # 3 and 5 take as many products as 4 and 6
+_LARGEST_MARGIN = 0.125  # of M, for half precision: a step of degree 4 makes 2e-4 of it
 
 
 @dataclass(frozen=True)
@@ -49,34 +46,40 @@ class Schedule:
 
 
 @lru_cache(maxsize=512)
-def cheapest_schedule(p: int, floor: float, target: float, cushion: float = 0.0) -> Schedule:
-    """Return the sequence of degrees 1 to 3 with the fewest products that brings the error from floor to target.
+def cheapest_schedule(
+    p: int,
+    floor: float,
+    target: float,
+    cushion: float = 0.0,
+    margin: float = 0.0,
+    degrees: tuple[int, ...] = DEGREES,
+) -> Schedule:
+    """Return the sequence of these degrees with the fewest products that brings the error from floor to target.
 
-    A step is designed for ``[max(l, cushion^{1/p} u), u]``; what lies below is pulled up by a factor all the same. A narrower interval after fewer products is better whatever follows, so a search
-    in the order of products spent, which follows up a sequence only if its interval is the narrowest so far, is exhaustive.
+    A step is designed for ``[max(l, cushion^{1/p} u), u]``; what lies below is pulled up by a factor all the same. The next interval is
+    widened by ``margin`` at both ends. A narrower interval after no more products is better whatever follows, so a search in the
+    order of products spent, which follows up a sequence only if its interval is the narrowest so far, is exhaustive.
     """
     power_cost = len(addition_chain(p)) + 1
+    low, high = floor ** (1 / p), 1.0 + margin
     order = itertools.count()
-    heap: list[tuple[int, int, float, float, tuple[Step, ...]]] = [
-        (0, next(order), floor ** (1 / p), 1.0, ())
-    ]
+    heap: list[tuple[int, float, int, float, tuple[Step, ...]]] = [(0, -low / high, next(order), high, ())]
     best: Schedule | None = None
     narrowest = 0.0
-    spread = cushion ** (1 / p)
     while heap and (best is None or heap[0][0] < best.products):
-        cost, _, low, high, steps = heapq.heappop(heap)
-        if low / high <= narrowest:
+        cost, ratio, _, high, steps = heapq.heappop(heap)
+        if -ratio <= narrowest:
             continue
-        narrowest = low / high
-        for degree in range(1, MAX_DEGREE + 1):
-            step, error = minimax_step(p, max(low, spread * high), high, degree)
-            lowest = 1.0 - error
-            if low < spread * high:
-                lowest = low * sum(c * low ** (p * k) for k, c in enumerate(step))
+        narrowest = -ratio
+        low = narrowest * high
+        for degree in degrees:
+            step, error, lowest = _cushioned(p, low, high, degree, cushion)
             left = max(error, 1.0 - lowest)
-            spent = cost + degree - 1 + (1 if steps else 0)
+            spent = cost + evaluation_cost(degree) + (1 if steps else 0)
             if left > target:
-                heapq.heappush(heap, (spent + power_cost, next(order), lowest, 1.0 + error, (*steps, step)))
+                new = 1.0 + error + margin
+                ratio = lowest * (1.0 - margin) / new
+                heapq.heappush(heap, (spent + power_cost, -ratio, next(order), new, (*steps, step)))
             elif best is None or (spent, left) < (best.products, best.error):
                 best = Schedule((*steps, step), left, high, spent)
     if best is None:
@@ -84,49 +87,23 @@ def cheapest_schedule(p: int, floor: float, target: float, cushion: float = 0.0)
     return best
 
 
-@lru_cache(maxsize=4096)
-def minimax_step(p: int, low: float, high: float, degree: int) -> tuple[Step, float]:
-    """Return q of this degree that minimises ``E = max |1 - s q(s^p)|`` on [low, high], and E; by Remez exchange.
-
-    ``{s, s^{p+1}, s^{2p+1}, ...}`` is a Chebyshev system on positive intervals: the best error alternates at degree + 2 points,
-    both ends among them, the others zeros of a polynomial in ``s^p``. Exchanging all of them converges quadratically. On
-    a narrow interval, where the system is singular to rounding, the Taylor polynomial is as good within a factor of ``2^degree``.
-    """
-    if high - low < _NARROW:
-        return _binomial_step(p, max(1.0 - low, high - 1.0), degree)
-    exponents = np.arange(degree + 1) * p + 1.0
-    signs = (-1.0) ** np.arange(degree + 2)
-    points = low * (high / low) ** ((1 - np.cos(np.pi * np.arange(degree + 2) / (degree + 1))) / 2)
-    for _ in range(50):
-        system = np.column_stack([points[:, None] ** exponents, signs])
-        c = np.linalg.solve(system, np.ones(degree + 2))[:-1]
-        stationary = np.roots((c * exponents)[::-1])
-        inner = np.sort(stationary.real[np.abs(stationary.imag) < 1e-9 * np.abs(stationary)])
-        inner = np.clip(inner, 0.0, None) ** (1 / p)
-        inner = inner[(inner > low) & (inner < high)]
-        if len(inner) != degree:
-            break
-        moved = np.concatenate([[low], inner, [high]])
-        settled = bool(np.abs(moved / points - 1).max() < 1e-12)
-        points = moved
-        if settled:
-            break
-    error = float(np.abs(1 - points[:, None] ** exponents @ c).max())
-    return tuple(c.tolist()), error
+def _cushioned(p: int, low: float, high: float, degree: int, cushion: float) -> tuple[Step, float, float]:
+    """Return the step for ``[max(low, cushion^{1/p} high), high]``, its error, and what it makes of ``low``."""
+    designed = cushion ** (1 / p) * high
+    if low >= designed:
+        step, error = minimax_step(p, low, high, degree)
+        return step, error, 1.0 - error
+    step, error = minimax_step(p, designed, high, degree)
+    return step, error, low * float(step(low**p))
 
 
-def _binomial_step(p: int, error: float, degree: int) -> tuple[Step, float]:
-    """Return the Taylor polynomial of ``m^{-1/p}`` at 1 and a bound on ``|1 - s q(s^p)|`` for ``|1 - s| <= error``.
+def evaluation_cost(degree: int) -> int:
+    """Return the products that q(M) takes: Paterson and Stockmeyer's with baby steps up to :func:`_baby_steps`."""
+    return 0 if degree == 1 else _baby_steps(degree) - 1 + (degree > _baby_steps(degree))
 
-    With ``m = 1 - r`` the series has positive coefficients ``c_k = (1/p)(1/p + 1)...(1/p + k - 1)/k!``, and the remainder is
-    at most ``c_{d+1} |r|^{d+1} / (1 - |r|)``.
-    """
-    c = [1.0]
-    for k in range(degree + 1):
-        c.append(c[-1] * (1 / p + k) / (k + 1))
-    r = math.expm1(p * math.log1p(error))
-    in_m = np.polynomial.Polynomial(c[: degree + 1])(np.polynomial.Polynomial([1.0, -1.0]))
-    return tuple(in_m.coef.tolist()), c[degree + 1] * r ** (degree + 1) / (1 - r) * (1 + error)
+
+def _baby_steps(degree: int) -> int:
+    return degree if degree < 3 else (degree + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -137,19 +114,19 @@ class Minimax(OfDefinite):
         floor: lower end of the interval that is designed for, relative to the scale, in (0, 1). None: half the damping
             relative to the bound where ``rel_damping`` gives one, else ``4 u``. What lies below is undershot and reported.
         cushion: in [0, 1/4]; no step is designed for eigenvalues of M further apart than that. 0 gives the fewest products
-            in exact arithmetic and loses accuracy where the floor is far below the spectrum: a step that pulls up what is
-            tiny maps what is large to something tiny, whose digits then drown in the rounding of M. 0.03 costs three or four
-            products more and is as accurate as coupled Newton.
+            in exact arithmetic and loses accuracy where the floor is far below the spectrum: the more a step pulls up what
+            is tiny, the more digits of what is large drown in the rounding of M. None: 1e-3, and 0.03 for p = 1, as accurate
+            as coupled Newton for one or two products more.
     """
 
     floor: float | None = None
-    cushion: float = 0.03
+    cushion: float | None = None
 
     def __post_init__(self) -> None:
         if self.floor is not None and not 0 < check_number("floor", self.floor) < 1:
             raise ValueError(f"floor: expected a number in (0, 1) or None, got {self.floor!r}")
-        if check_number("cushion", self.cushion) > 0.25:
-            raise ValueError(f"cushion: expected a number in [0, 1/4], got {self.cushion!r}")
+        if self.cushion is not None and check_number("cushion", self.cushion) > 0.25:
+            raise ValueError(f"cushion: expected a number in [0, 1/4] or None, got {self.cushion!r}")
 
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` unless p is an integer, and for ``max_steps``: the schedule is fixed by floor and tol."""
@@ -172,11 +149,24 @@ class Minimax(OfDefinite):
         known = 0.5 * rel_damping / (1.0 + rel_damping)
         return max(known if self.floor is None else self.floor, lowest)
 
+    def schedule(self, p: int, floor: float, target: float, u: float) -> Schedule:
+        """Return the cheapest schedule, with room for the rounding of products that carry the small eigenvalues on.
+
+        ``Q^a M Q^b`` moves what is large in M by about ``u (max q / min q)^{p/2}``, p > 1, whatever n is: rounding errors of entries are
+        as good as independent, and u times a random matrix has norm ``2 u`` times that of a row. A step's q varies by
+        ``1/c^{1/p}`` on ``s^p`` in [c, 1].
+        """
+        cushion = self.cushion
+        if cushion is None:
+            cushion = 0.03 if p == 1 else 1e-3
+        margin = min(8.0 * u / max(cushion, floor) ** 0.5, _LARGEST_MARGIN) / p
+        return cheapest_schedule(p, floor, target, cushion, margin)
+
     def solve(self, problem: Problem) -> Solution:
         """Run the schedule for the floor: ``A^{-1/p}``, and from it, where wanted, ``A^{1/p} = A X^{p-1}``."""
         p, n = as_integer(problem.p) or 1, problem.A.shape[-1]
         floor = self.designed_floor(problem.rel_damping, problem.lowest)
-        schedule = cheapest_schedule(p, floor, _target(problem, p), self.cushion)
+        schedule = self.schedule(p, floor, _target(problem, p), problem.resolution)
         covered = problem.covered
         original = None if problem.want == "inverse" else problem.A.clone()
         X, rho = run(problem.A, p, schedule.steps, problem.multiply)
@@ -212,24 +202,55 @@ def _target(problem: Problem, p: int) -> float:
 def run(A: Tensor, p: int, steps: tuple[Step, ...], multiply: Product) -> tuple[Tensor, Tensor]:
     """Apply the steps to ``M_0 = A``; return X and ``||I - M||_F`` before the last step. A is overwritten."""
     M, X = A, None
-    spare = torch.empty_like(A)
     for step in steps[:-1]:
         Q = evaluate(step, M, multiply)
-        X = Q.clone() if X is None else multiply(X, Q, torch.empty_like(Q))
-        power = raise_to(Q, p, multiply)[-1]
-        M, spare = multiply.carrier(power, M, spare), M
+        X = Q if X is None else multiply(X, Q, torch.empty_like(Q))
+        M = transformed(M, Q, p, multiply)
     rho = frobenius(add_to_diagonal(M.clone(), -1.0))
     Q = evaluate(steps[-1], M, multiply)
     return (Q if X is None else multiply(X, Q, torch.empty_like(Q))), rho
 
 
+def transformed(M: Tensor, Q: Tensor, p: int, multiply: Product) -> Tensor:
+    """Return ``Q^p M`` as ``(Q^a M) Q^b``, ``a + b = p`` the last link of an addition chain; M is overwritten where p > 1.
+
+    It takes as many products as to form ``Q^p``, whose rounding would be relative to ``max q^p`` over the spectrum, as large for the
+    eigenvalues near 1 as cushion allows. ``Q^a M`` is symmetric to the size of that rounding only: it is no product to mirror.
+    """
+    if p == 1:
+        return multiply.carrier(Q, M, torch.empty_like(M))
+    *links, (a, b) = addition_chain(p)
+    powers = [Q]
+    for i, j in links:
+        powers.append(multiply(powers[i], powers[j], torch.empty_like(Q)))
+    half = multiply.carrier(powers[a], M, torch.empty_like(M))
+    return multiply.carrier(half, powers[b], M)
+
+
 def evaluate(step: Step, M: Tensor, multiply: Product) -> Tensor:
-    """Return ``q(M)``: ``degree - 1`` products."""
-    if len(step) == 2:
-        return add_to_diagonal(M * step[1], step[0])
-    square = multiply(M, M, torch.empty_like(M))
-    if len(step) == 3:
-        return add_to_diagonal(square.mul_(step[2]).add_(M, alpha=step[1]), step[0])
-    upper = add_to_diagonal(M * step[3], step[2])
-    cubic = multiply(upper, square, torch.empty_like(M))
-    return add_to_diagonal(cubic.add_(M, alpha=step[1]), step[0])
+    """Return ``q(M)``: ``evaluation_cost(step.degree)`` products.
+
+    With baby steps ``T_1 .. T_k`` of ``t(M)`` it is ``B_0 + T_k B_1``, the B of degree k, for a degree up to 2k.
+    """
+    low, high = step.domain
+    T = [add_to_diagonal(M * (2 / (high - low)), -(high + low) / (high - low))]
+    k = _baby_steps(step.degree)
+    for i in range(1, k):
+        T.append(multiply(T[0], T[-1], torch.empty_like(M), alpha=2.0))
+        if i == 1:
+            add_to_diagonal(T[1], -1.0)
+        else:
+            T[i].sub_(T[i - 2])
+    b = regrouped(step.series, k).tolist()
+    if len(b) == 1:
+        return _combination(T, b[0], T[0] * b[0][1])
+    upper = _combination(T, b[1], T[0] * b[1][1])
+    q = multiply(T[-1], upper, torch.empty_like(M))
+    return _combination(T, b[0], q.add_(T[0], alpha=b[0][1]))
+
+
+def _combination(T: list[Tensor], b: list[float], start: Tensor) -> Tensor:
+    """Return ``start + b_0 I + b_2 T_2 + ...``, written into start."""
+    for T_i, b_i in zip(T[1:], b[2:], strict=True):
+        start.add_(T_i, alpha=b_i)
+    return add_to_diagonal(start, b[0])
