@@ -8,15 +8,16 @@ import time
 import numpy as np
 import pytest
 import torch
-from matrices import error, geometric, inverse_root, spd, with_spectrum
+from matrices import error, geometric, inverse_root, power, spd, with_spectrum
 from scipy.optimize import linprog
 from table import BF16, FP16, FP32, FP64, name
 
 import matroots
 from matroots import Minimax, Status
+from matroots._formats import parse_format
 from matroots._products import Product
 from matroots.solvers._remez import Step, _equioscillating, minimax_step
-from matroots.solvers.minimax import cheapest_schedule, evaluate, evaluation_cost
+from matroots.solvers.minimax import cheapest_schedule, evaluate, evaluation_cost, transformed
 
 
 def in_powers(step: Step) -> np.ndarray:
@@ -190,12 +191,82 @@ def test_below_the_floor_is_flagged_and_never_amplified():
         assert applied.min() > 0
 
 
-def test_members_with_very_different_floors_share_a_schedule():
-    A = torch.stack([spd(16, condition, dtype=FP64) for condition in (1.0, 1e3, 1e6, 1e9)])
-    together = matroots.inv_root_ex(A, 4, method="minimax")
+@pytest.mark.parametrize("dtype", [FP64, FP32], ids=name)
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_members_with_very_different_floors_are_solved_as_if_alone(p, dtype):
+    """Where no floor is given each member has its own: what it costs, and its answer, do not depend on the others."""
+    A = torch.stack([spd(32, condition, dtype=dtype) for condition in (1.0, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6)])
+    R = inverse_root(A, p)
+    together = matroots.inv_root_ex(A, p, method="minimax")
     assert bool((together.status == Status.CONVERGED).all())
-    for i in range(4):
-        assert error(together.root[i], inverse_root(A[i], 4)) <= 1e-15 * 10 * 10.0 ** (3 * i) + 1e-13
+    assert bool((together.matmuls.diff() >= 0).all())
+    assert together.matmuls[0] < together.matmuls[-1]
+    for i, member in enumerate(A):
+        alone = matroots.inv_root_ex(member, p, method="minimax")
+        assert alone.matmuls == together.matmuls[i]
+        u = torch.finfo(dtype).eps
+        assert error(together.root[i], R[i]) <= 1.5 * error(alone.root, R[i]) + 4 * u
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32], ids=name)
+@pytest.mark.parametrize("p", [1, 2, 4])
+def test_a_shared_floor_far_below_the_spectrum_costs_products_and_no_accuracy(p, dtype):
+    """``rel_damping`` and ``floor=`` fix one schedule for the batch, without looking at it."""
+    A = torch.stack([spd(32, condition, dtype=dtype) for condition in (1.0, 1e2, 1e4, 1e6)])
+    R = inverse_root(A, p)
+    own = matroots.inv_root_ex(A, p, method="minimax")
+    shared = matroots.inv_root_ex(A, p, method=Minimax(floor=1e-7))
+    assert len(shared.matmuls.unique()) == 1
+    assert bool((error(shared.root, R) <= 2 * error(own.root, R) + 20 * torch.finfo(dtype).eps).all())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "operands", "u"),
+    [(FP64, None, 2**-53), (FP32, None, 2**-24), (FP32, "fp16x2", 2**-22), (FP32, "bf16x2", 2**-16)],
+    ids=name,
+)
+@pytest.mark.parametrize("cushion", [None, 0.0])
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+def test_in_finite_precision_nothing_is_amplified(p, cushion, dtype, operands, u):
+    """Spectra on both sides of the floor: ``x lambda^{1/p}`` is 1 above it and less below, up to rounding.
+
+    Rounding A or M alone changes the smallest eigenvalue of all, 1e-4, by ``u/1e-4`` of it.
+    """
+    floor, smallest, n = 1e-2, 1e-4, 40
+    for seed in range(3):
+        draw = np.random.default_rng(seed)
+        above = np.exp(draw.uniform(np.log(floor), 0, n // 2 - 1))
+        below = np.exp(draw.uniform(np.log(smallest), np.log(floor), n // 2 - 1))
+        A = with_spectrum(np.concatenate([[1.0], above, below, [smallest]]), seed, dtype)
+        solver = Minimax(floor=floor, cushion=cushion)
+        X = matroots.inv_root_ex(A, p, method=solver, matmul_dtype=operands).root.double()
+        half = power(A, 0.5 / p)
+        applied = torch.linalg.eigvalsh(half @ X @ half)
+        rounding = 10 * u / smallest
+        assert applied.max() <= 1 + 4 * torch.finfo(dtype).eps + rounding
+        assert applied.min() > 0
+        # on the span of what lies above the floor the root is right
+        assert (applied > 1 - 1e-3 - rounding).sum() >= n // 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "operands", "u"),
+    [(FP64, None, 2**-53), (FP32, None, 2**-24), (FP32, "fp16x2", 2**-22), (FP32, "bf16x2", 2**-16)],
+    ids=name,
+)
+@pytest.mark.parametrize("n", [16, 128])
+@pytest.mark.parametrize(("p", "cushion"), [(1, None), (2, None), (4, None), (8, None), (8, 0.0)])
+def test_rounding_keeps_the_spectrum_within_the_margin(p, cushion, n, dtype, operands, u):
+    """The spectrum of every M that is met does not exceed the interval that its step is designed for."""
+    condition = 1e-2 / u
+    A, multiply = spd(n, condition, dtype=dtype).unsqueeze(0), Product(parse_format(operands))
+    for floor in (0.5 / condition, 4 * u):
+        schedule = Minimax(cushion=cushion).schedule(p, floor, 2 * u / p, u)
+        M = A.clone()
+        for step in schedule.steps:
+            top = torch.linalg.eigvalsh((M[0] + M[0].mT).double() / 2)[-1]
+            assert top <= step.domain[1] * (1 + 1e-15)
+            M = transformed(M, evaluate(step, M, multiply), p, multiply)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=name)

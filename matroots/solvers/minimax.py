@@ -26,8 +26,10 @@ from matroots.solvers._giant_steps import regrouped
 from matroots.solvers._problem import OfDefinite, Problem, Solution
 from matroots.solvers._remez import Step, minimax_step
 from matroots.solvers.coupled_newton import root_from_inverse
+from matroots.solvers.rational import smallest_eigenvalue_bound
 
 DEGREES = (1, 2, 4, 6)  # 3 and 5 take as many products as 4 and 6
+_RUNG = 2.0**-6  # between the floors of members: six products at most, in batches that are not split too finely
 _LARGEST_MARGIN = 0.125  # of M, for half precision: a step of degree 4 makes 2e-4 of it
 
 
@@ -112,7 +114,8 @@ class Minimax(OfDefinite):
 
     Args:
         floor: lower end of the interval that is designed for, relative to the scale, in (0, 1). None: half the damping
-            relative to the bound where ``rel_damping`` gives one, else ``4 u``. What lies below is undershot and reported.
+            relative to the bound where ``rel_damping`` gives one; then, as with a number, nothing synchronises with the host. Else
+            each member's own, from a Cholesky factor, at least ``4 u``. What lies below is undershot and reported.
         cushion: in [0, 1/4]; no step is designed for eigenvalues of M further apart than that. 0 gives the fewest products
             in exact arithmetic and loses accuracy where the floor is far below the spectrum: the more a step pulls up what
             is tiny, the more digits of what is large drown in the rounding of M. None: 1e-3, and 0.03 for p = 1, as accurate
@@ -163,33 +166,58 @@ class Minimax(OfDefinite):
         return cheapest_schedule(p, floor, target, cushion, margin)
 
     def solve(self, problem: Problem) -> Solution:
-        """Run the schedule for the floor: ``A^{-1/p}``, and from it, where wanted, ``A^{1/p} = A X^{p-1}``."""
+        """Run a schedule for each floor: ``A^{-1/p}``, and from it, where wanted, ``A^{1/p} = A X^{p-1}``."""
         p, n = as_integer(problem.p) or 1, problem.A.shape[-1]
-        floor = self.designed_floor(problem.rel_damping, problem.lowest)
-        schedule = self.schedule(p, floor, _target(problem, p), problem.resolution)
-        covered = problem.covered
         original = None if problem.want == "inverse" else problem.A.clone()
-        X, rho = run(problem.A, p, schedule.steps, problem.multiply)
-        residual = torch.full_like(rho, n**0.5 * math.expm1(p * math.log1p(schedule.error)))
-        residual = torch.where(covered, residual, n**0.5) + problem.precision_limit
-        tol = 4.0 * problem.precision_limit if problem.tol is None else problem.tol
-        status = torch.where(residual <= tol, int(Status.CONVERGED), int(Status.STAGNATED))
-        status = torch.where(covered, status, int(Status.MAX_STEPS))
-        # inside the designed interval and below it, no eigenvalue of I - M exceeds what the step before last leaves
-        lost = ~(rho <= 2.0 * n**0.5 * schedule.widest**p)
-        extra, root = 0, None
+        X = torch.empty_like(problem.A)
+        rho, error, widest = problem.floor.new_zeros(3, X.shape[0])
+        steps, matmuls = torch.zeros_like(rho, dtype=torch.int64).repeat(2, 1)
+        for floor, members in self._floors(problem):
+            schedule = self.schedule(p, floor, _target(problem, p), problem.resolution)
+            X[members], rho[members] = run(problem.A[members], p, schedule.steps, problem.multiply)
+            for field, value in (
+                (error, schedule.error),
+                (widest, schedule.widest),
+                (steps, len(schedule.steps)),
+                (matmuls, schedule.products),
+            ):
+                field[members] = value
+        root = None
         if original is not None:
             root, extra = root_from_inverse(original, X, p, problem.multiply)
-        each = torch.ones_like(status, dtype=torch.int64)
+            matmuls = matmuls + extra
+        residual = n**0.5 * torch.expm1(p * torch.log1p(error))
+        residual = torch.where(problem.covered, residual, n**0.5) + problem.precision_limit
+        tol = 4.0 * problem.precision_limit if problem.tol is None else problem.tol
+        status = torch.where(residual <= tol, int(Status.CONVERGED), int(Status.STAGNATED))
+        status = torch.where(problem.covered, status, int(Status.MAX_STEPS))
+        # inside the designed interval and below it, no eigenvalue of I - M exceeds what the step before last leaves
+        lost = ~(rho <= 2.0 * n**0.5 * widest**p)
         return Solution(
             inverse=None if problem.want == "root" else X,
             root=root,
             status=status.masked_fill(lost, int(Status.DIVERGED)).to(torch.int32),
-            steps=each * len(schedule.steps),
+            steps=steps,
             residual=residual,
             history=residual.new_empty(len(status), 0),
-            matmuls=each * (schedule.products + extra),
+            matmuls=matmuls,
         )
+
+    def _floors(self, problem: Problem) -> list[tuple[float, Tensor | slice]]:
+        """Return (floor, members) for each floor in use: one for all where it is known beforehand.
+
+        Otherwise each member gets the floor of its own, on a ladder: the host waits for the device once. No floor is below the
+        lowest, above which A is proven to lie already.
+        """
+        lowest = self.designed_floor(problem.rel_damping, problem.lowest)
+        if self.floor is not None or problem.rel_damping > 0:
+            return [(lowest, slice(None))]
+        deepest = math.ceil(math.log(lowest, _RUNG))
+        rung = torch.ceil(torch.log(smallest_eigenvalue_bound(problem.A)) / math.log(_RUNG))
+        rung = rung.clamp(1, deepest)
+        return [
+            (max(_RUNG**k, lowest), torch.nonzero(rung == k).flatten()) for k in torch.unique(rung).tolist()
+        ]
 
 
 def _target(problem: Problem, p: int) -> float:
