@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 from numpy.polynomial import Chebyshev, Polynomial, chebyshev
 
-Array = npt.NDArray[np.float64]
+from matroots.solvers._steps import Step
+
 _RESOLVED = 1e-12  # an error below it drowns in fp64; the Taylor polynomial, whose error is bounded on paper, is within 2^degree
 _PRECISION = 1e-9  # to which the points of alternation are found: the error is stationary there, and right to its square
-
-
-@dataclass(frozen=True)
-class Step:
-    """The polynomial q of one step, ``q(m) = sum_k series_k T_k(t)``, where t maps ``domain`` to [-1, 1].
-
-    Powers of m would do in exact arithmetic: at degree 6 on [0, 1] their coefficients are a thousand times the value of q.
-    """
-
-    series: tuple[float, ...]
-    domain: tuple[float, float]
-
-    @property
-    def degree(self) -> int:
-        """Of q."""
-        return len(self.series) - 1
-
-    def __call__(self, m: Array | float) -> Array:
-        """Return q(m), elementwise."""
-        value: Array = Chebyshev(self.series, self.domain)(m)
-        return value
 
 
 def minimax_step(p: int, low: float, high: float, degree: int) -> tuple[Step, float]:

@@ -22,14 +22,16 @@ from matroots._arguments import check_number
 from matroots._exponent import Exponent, addition_chain, as_integer
 from matroots._products import Product, add_to_diagonal, frobenius
 from matroots._result import Status
-from matroots.solvers._giant_steps import regrouped
 from matroots.solvers._problem import OfDefinite, Problem, Solution
-from matroots.solvers._remez import Step, minimax_step
+from matroots.solvers._remez import minimax_step
+from matroots.solvers._steps import COSTS, Step, evaluate, two_factors
 from matroots.solvers.coupled_newton import root_from_inverse
 from matroots.solvers.rational import smallest_eigenvalue_bound
 
-DEGREES = (1, 2, 4, 6)  # 3 and 5 take as many products as 4 and 6
-_RUNG = 2.0**-6  # between the floors of members: six products at most, in batches that are not split too finely
+DEGREES = (1, 2, 4, 8)  # 3 takes as many products as 4
+_RUNG = (
+    2.0**-6
+)  # between the floors of members: six products at most, in batches that are not split too finely
 _LARGEST_MARGIN = 0.125  # of M, for half precision: a step of degree 4 makes 2e-4 of it
 
 
@@ -76,8 +78,10 @@ def cheapest_schedule(
         low = narrowest * high
         for degree in degrees:
             step, error, lowest = _cushioned(p, low, high, degree, cushion)
+            if degree == 8 and two_factors(step.series) is None:
+                continue
             left = max(error, 1.0 - lowest)
-            spent = cost + evaluation_cost(degree) + (1 if steps else 0)
+            spent = cost + COSTS[degree] + (1 if steps else 0)
             if left > target:
                 new = 1.0 + error + margin
                 ratio = lowest * (1.0 - margin) / new
@@ -97,15 +101,6 @@ def _cushioned(p: int, low: float, high: float, degree: int, cushion: float) -> 
         return step, error, 1.0 - error
     step, error = minimax_step(p, designed, high, degree)
     return step, error, low * float(step(low**p))
-
-
-def evaluation_cost(degree: int) -> int:
-    """Return the products that q(M) takes: Paterson and Stockmeyer's with baby steps up to :func:`_baby_steps`."""
-    return 0 if degree == 1 else _baby_steps(degree) - 1 + (degree > _baby_steps(degree))
-
-
-def _baby_steps(degree: int) -> int:
-    return degree if degree < 3 else (degree + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -253,32 +248,3 @@ def transformed(M: Tensor, Q: Tensor, p: int, multiply: Product) -> Tensor:
         powers.append(multiply(powers[i], powers[j], torch.empty_like(Q)))
     half = multiply.carrier(powers[a], M, torch.empty_like(M))
     return multiply.carrier(half, powers[b], M)
-
-
-def evaluate(step: Step, M: Tensor, multiply: Product) -> Tensor:
-    """Return ``q(M)``: ``evaluation_cost(step.degree)`` products.
-
-    With baby steps ``T_1 .. T_k`` of ``t(M)`` it is ``B_0 + T_k B_1``, the B of degree k, for a degree up to 2k.
-    """
-    low, high = step.domain
-    T = [add_to_diagonal(M * (2 / (high - low)), -(high + low) / (high - low))]
-    k = _baby_steps(step.degree)
-    for i in range(1, k):
-        T.append(multiply(T[0], T[-1], torch.empty_like(M), alpha=2.0))
-        if i == 1:
-            add_to_diagonal(T[1], -1.0)
-        else:
-            T[i].sub_(T[i - 2])
-    b = regrouped(step.series, k).tolist()
-    if len(b) == 1:
-        return _combination(T, b[0], T[0] * b[0][1])
-    upper = _combination(T, b[1], T[0] * b[1][1])
-    q = multiply(T[-1], upper, torch.empty_like(M))
-    return _combination(T, b[0], q.add_(T[0], alpha=b[0][1]))
-
-
-def _combination(T: list[Tensor], b: list[float], start: Tensor) -> Tensor:
-    """Return ``start + b_0 I + b_2 T_2 + ...``, written into start."""
-    for T_i, b_i in zip(T[1:], b[2:], strict=True):
-        start.add_(T_i, alpha=b_i)
-    return add_to_diagonal(start, b[0])
