@@ -29,9 +29,8 @@ from matroots.solvers.coupled_newton import root_from_inverse
 from matroots.solvers.rational import smallest_eigenvalue_bound
 
 DEGREES = (1, 2, 4, 8)  # 3 takes as many products as 4
-_RUNG = (
-    2.0**-6
-)  # between the floors of members: six products at most, in batches that are not split too finely
+# between the floors of members: costs six products at most, and does not split a batch into many
+_RUNG = 2.0**-6
 _LARGEST_MARGIN = 0.125  # of M, for half precision: a step of degree 4 makes 2e-4 of it
 
 
@@ -150,9 +149,8 @@ class Minimax(OfDefinite):
     def schedule(self, p: int, floor: float, target: float, u: float) -> Schedule:
         """Return the cheapest schedule, with room for the rounding of products that carry the small eigenvalues on.
 
-        ``Q^a M Q^b`` moves what is large in M by about ``u (max q / min q)^{p/2}``, p > 1, whatever n is: rounding errors of entries are
-        as good as independent, and u times a random matrix has norm ``2 u`` times that of a row. A step's q varies by
-        ``1/c^{1/p}`` on ``s^p`` in [c, 1].
+        ``Q^a M Q^b`` moves what is large in M by about ``u (max q / min q)^{p/2}``, whatever n is: rounding errors of entries are as good
+        as independent, and u times a random matrix has a norm of ``2 u`` times that of a row. On ``s^p`` in [c, 1] q varies by ``c^{-1/p}``.
         """
         cushion = self.cushion
         if cushion is None:
@@ -162,7 +160,7 @@ class Minimax(OfDefinite):
 
     def solve(self, problem: Problem) -> Solution:
         """Run a schedule for each floor: ``A^{-1/p}``, and from it, where wanted, ``A^{1/p} = A X^{p-1}``."""
-        p, n = as_integer(problem.p) or 1, problem.A.shape[-1]
+        p = as_integer(problem.p) or 1
         original = None if problem.want == "inverse" else problem.A.clone()
         X = torch.empty_like(problem.A)
         rho, error, widest = problem.floor.new_zeros(3, X.shape[0])
@@ -181,17 +179,11 @@ class Minimax(OfDefinite):
         if original is not None:
             root, extra = root_from_inverse(original, X, p, problem.multiply)
             matmuls = matmuls + extra
-        residual = n**0.5 * torch.expm1(p * torch.log1p(error))
-        residual = torch.where(problem.covered, residual, n**0.5) + problem.precision_limit
-        tol = 4.0 * problem.precision_limit if problem.tol is None else problem.tol
-        status = torch.where(residual <= tol, int(Status.CONVERGED), int(Status.STAGNATED))
-        status = torch.where(problem.covered, status, int(Status.MAX_STEPS))
-        # inside the designed interval and below it, no eigenvalue of I - M exceeds what the step before last leaves
-        lost = ~(rho <= 2.0 * n**0.5 * widest**p)
+        residual, status = _judged(problem, p, rho, error, widest)
         return Solution(
             inverse=None if problem.want == "root" else X,
             root=root,
-            status=status.masked_fill(lost, int(Status.DIVERGED)).to(torch.int32),
+            status=status,
             steps=steps,
             residual=residual,
             history=residual.new_empty(len(status), 0),
@@ -213,6 +205,19 @@ class Minimax(OfDefinite):
         return [
             (max(_RUNG**k, lowest), torch.nonzero(rung == k).flatten()) for k in torch.unique(rung).tolist()
         ]
+
+
+def _judged(problem: Problem, p: int, rho: Tensor, error: Tensor, widest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the residual and the status of each member: of what was designed, where ``rho`` is no sign of the contrary."""
+    n = problem.A.shape[-1]
+    residual = n**0.5 * torch.expm1(p * torch.log1p(error))
+    residual = torch.where(problem.covered, residual, n**0.5) + problem.precision_limit
+    tol = 4.0 * problem.precision_limit if problem.tol is None else problem.tol
+    status = torch.where(residual <= tol, int(Status.CONVERGED), int(Status.STAGNATED))
+    status = torch.where(problem.covered, status, int(Status.MAX_STEPS))
+    # inside the designed interval and below it, no eigenvalue of I - M exceeds what the step before last leaves
+    lost = ~(rho <= 2.0 * n**0.5 * widest**p)
+    return residual, status.masked_fill(lost, int(Status.DIVERGED)).to(torch.int32)
 
 
 def _target(problem: Problem, p: int) -> float:
@@ -237,8 +242,8 @@ def run(A: Tensor, p: int, steps: tuple[Step, ...], multiply: Product) -> tuple[
 def transformed(M: Tensor, Q: Tensor, p: int, multiply: Product) -> Tensor:
     """Return ``Q^p M`` as ``(Q^a M) Q^b``, ``a + b = p`` the last link of an addition chain; M is overwritten where p > 1.
 
-    It takes as many products as to form ``Q^p``, whose rounding would be relative to ``max q^p`` over the spectrum, as large for the
-    eigenvalues near 1 as cushion allows. ``Q^a M`` is symmetric to the size of that rounding only: it is no product to mirror.
+    It takes as many products as forming ``Q^p`` first, whose rounding is relative to the largest ``q^p``: at the large eigenvalues, where
+    q is smallest, that loses twice the digits. ``Q^a M`` (and X Q) are far from symmetric beside their small eigenvalues: no products to mirror.
     """
     if p == 1:
         return multiply.carrier(Q, M, torch.empty_like(M))
