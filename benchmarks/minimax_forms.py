@@ -15,9 +15,9 @@ from torch import Tensor
 from matroots import Minimax
 from matroots._formats import parse_format
 from matroots._products import Product, unit_roundoff
-from matroots.solvers._remez import Step
+from matroots.solvers._steps import Step, evaluate
 from matroots.solvers.coupled_newton import root_from_inverse
-from matroots.solvers.minimax import evaluate, run
+from matroots.solvers.minimax import run
 
 N, SEEDS, CONDITIONS = 96, 5, (1e2, 1e4, 1e6)
 

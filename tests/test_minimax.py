@@ -17,7 +17,7 @@ from matroots import Minimax, Status
 from matroots._formats import parse_format
 from matroots._products import Product
 from matroots.solvers._remez import _equioscillating, minimax_step
-from matroots.solvers._steps import COSTS, Step, evaluate
+from matroots.solvers._steps import COSTS, Step, evaluate, two_factors
 from matroots.solvers.minimax import cheapest_schedule, transformed
 
 
@@ -86,6 +86,15 @@ def test_a_polynomial_of_a_matrix_takes_few_products_and_keeps_the_digits(degree
     assert (Q.diagonal() - exact).abs().max() <= 1e-14 * exact.max()
     M = with_spectrum(values, dtype=FP32).unsqueeze(0)
     assert error(evaluate(step, M, Product())[0], with_spectrum(exact)) < 2e-6  # in powers of M: 4e-5
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 64, 1000])
+def test_degree_eight_has_a_scheme_in_small_real_numbers(p):
+    for ratio in np.geomspace(1e-16, 0.9, 30):
+        step, _ = minimax_step(p, ratio ** (1 / p), 1.0, 8)
+        coefficients = two_factors(step.series)
+        assert coefficients is not None
+        assert max(abs(c) for c in coefficients) < 100
 
 
 CONDITIONS = (1e2, 1e3, 1e4, 1e6, 1e8)

@@ -59,8 +59,8 @@ def cheapest_schedule(
 ) -> Schedule:
     """Return the sequence of these degrees with the fewest products that brings the error from floor to target.
 
-    A step is designed for ``[max(l, cushion^{1/p} u), u]``; what lies below is pulled up by a factor all the same. The next interval is
-    widened by ``margin`` at both ends. A narrower interval after no more products is better whatever follows, so a search in the
+    A step is designed for ``[max(l, cushion^{1/p} u), u]``; what lies below is pulled up by a factor all the same. The next interval
+    is widened by ``margin`` at both ends. A narrower interval after no more products is better whatever follows, so a search in the
     order of products spent, which follows up a sequence only if its interval is the narrowest so far, is exhaustive.
     """
     power_cost = len(addition_chain(p)) + 1
@@ -77,8 +77,6 @@ def cheapest_schedule(
         low = narrowest * high
         for degree in degrees:
             step, error, lowest = _cushioned(p, low, high, degree, cushion)
-            if degree == 8 and two_factors(step.series) is None:
-                continue
             left = max(error, 1.0 - lowest)
             spent = cost + COSTS[degree] + (1 if steps else 0)
             if left > target:
@@ -93,13 +91,15 @@ def cheapest_schedule(
 
 
 def _cushioned(p: int, low: float, high: float, degree: int, cushion: float) -> tuple[Step, float, float]:
-    """Return the step for ``[max(low, cushion^{1/p} high), high]``, its error, and what it makes of ``low``."""
-    designed = cushion ** (1 / p) * high
-    if low >= designed:
-        step, error = minimax_step(p, low, high, degree)
-        return step, error, 1.0 - error
+    """Return the step for ``[max(low, cushion^{1/p} high), high]``, its error, and what it makes of ``low``.
+
+    The error is infinite where degree 8 has no scheme in real numbers, which has not been seen.
+    """
+    designed = max(low, cushion ** (1 / p) * high)
     step, error = minimax_step(p, designed, high, degree)
-    return step, error, low * float(step(low**p))
+    if degree == 8 and two_factors(step.series) is None:
+        return step, math.inf, 0.0
+    return step, error, 1.0 - error if designed == low else low * float(step(low**p))
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,11 @@ class Minimax(OfDefinite):
     def headroom(self, p: Exponent) -> float:
         """None: the polynomials are best on their interval and on nothing above it."""
         return 1.0
+
+    @property
+    def buffers(self) -> int:
+        """M, X, what a polynomial of degree 8 is made of, and its powers."""
+        return 9
 
     def designed_floor(self, rel_damping: float, lowest: float) -> float:
         """The given floor, or what is known without looking at the device, at least ``lowest``."""
