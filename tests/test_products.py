@@ -30,6 +30,7 @@ from matroots import (
     Chebyshev,
     CoupledNewton,
     Frobenius,
+    Minimax,
     MultiPower,
     NewtonDB,
     Power,
@@ -277,6 +278,18 @@ def test_fixed_work_does_not_look_at_values(row, p, scaling, monkeypatch):
             watch, result = watched(A, p, method=row.fixed(5), scaling=scaling, **keywords)
         assert watch.synchronisations == 0, watch.calls
         assert torch.equal(result.root, looked.root)
+
+
+@pytest.mark.parametrize(
+    ("solver", "keywords"), [(Minimax(floor=1e-4), {}), (Minimax(), {"rel_damping": 1e-6})], ids=repr
+)
+def test_a_schedule_known_beforehand_does_not_look_at_values(solver, keywords, monkeypatch):
+    A = torch.stack([spd(SIZE, seed=s) for s in range(3)])
+    for module in (_prepare, _products, _solve, bounds):
+        monkeypatch.setattr(module, "may_hold", lambda mask: True)
+    watch, result = watched(A, 4, method=solver, **keywords)
+    assert watch.synchronisations == 0, watch.calls
+    assert watch.products == int(result.matmuls.max())
 
 
 @pytest.mark.parametrize("power_steps", [1, 10])

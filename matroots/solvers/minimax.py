@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,14 +23,15 @@ from matroots._exponent import Exponent, addition_chain, as_integer
 from matroots._products import Product, add_to_diagonal, frobenius
 from matroots._result import Status
 from matroots.solvers._problem import OfDefinite, Problem, Solution
-from matroots.solvers.coupled_newton import raise_to, root_from_inverse
+from matroots.solvers._remez import minimax_step
+from matroots.solvers._steps import COSTS, Step, evaluate, two_factors
+from matroots.solvers.coupled_newton import root_from_inverse
+from matroots.solvers.rational import smallest_eigenvalue_bound
 
-MAX_DEGREE = 3
-_NARROW = (
-    1e-3  # of an interval: below it the exchange loses its digits, and one Taylor step reaches any precision
-)
-Step = tuple[float, ...]
-"""Coefficients of one step's q, lowest first."""
+DEGREES = (1, 2, 4, 8)  # 3 takes as many products as 4
+# between the floors of members: costs six products at most, and does not split a batch into many
+_RUNG = 2.0**-6
+_LARGEST_MARGIN = 0.125  # of M, for half precision: a step of degree 4 makes 2e-4 of it
 
 
 @dataclass(frozen=True)
@@ -49,34 +49,40 @@ class Schedule:
 
 
 @lru_cache(maxsize=512)
-def cheapest_schedule(p: int, floor: float, target: float, cushion: float = 0.0) -> Schedule:
-    """Return the sequence of degrees 1 to 3 with the fewest products that brings the error from floor to target.
+def cheapest_schedule(
+    p: int,
+    floor: float,
+    target: float,
+    cushion: float = 0.0,
+    margin: float = 0.0,
+    degrees: tuple[int, ...] = DEGREES,
+) -> Schedule:
+    """Return the sequence of these degrees with the fewest products that brings the error from floor to target.
 
-    A step is designed for ``[max(l, cushion^{1/p} u), u]``; what lies below is pulled up by a factor all the same. A narrower interval after fewer products is better whatever follows, so a search
-    in the order of products spent, which follows up a sequence only if its interval is the narrowest so far, is exhaustive.
+    A step is designed for ``[max(l, cushion^{1/p} u), u]``; what lies below is pulled up by a factor all the same. The next interval
+    is widened by ``margin`` at both ends. A narrower interval after no more products is better whatever follows, so a search in the
+    order of products spent, which follows up a sequence only if its interval is the narrowest so far, is exhaustive.
     """
     power_cost = len(addition_chain(p)) + 1
+    low, high = floor ** (1 / p), 1.0 + margin
     order = itertools.count()
-    heap: list[tuple[int, int, float, float, tuple[Step, ...]]] = [
-        (0, next(order), floor ** (1 / p), 1.0, ())
-    ]
+    heap: list[tuple[int, float, int, float, tuple[Step, ...]]] = [(0, -low / high, next(order), high, ())]
     best: Schedule | None = None
     narrowest = 0.0
-    spread = cushion ** (1 / p)
     while heap and (best is None or heap[0][0] < best.products):
-        cost, _, low, high, steps = heapq.heappop(heap)
-        if low / high <= narrowest:
+        cost, ratio, _, high, steps = heapq.heappop(heap)
+        if -ratio <= narrowest:
             continue
-        narrowest = low / high
-        for degree in range(1, MAX_DEGREE + 1):
-            step, error = minimax_step(p, max(low, spread * high), high, degree)
-            lowest = 1.0 - error
-            if low < spread * high:
-                lowest = low * sum(c * low ** (p * k) for k, c in enumerate(step))
+        narrowest = -ratio
+        low = narrowest * high
+        for degree in degrees:
+            step, error, lowest = _cushioned(p, low, high, degree, cushion)
             left = max(error, 1.0 - lowest)
-            spent = cost + degree - 1 + (1 if steps else 0)
+            spent = cost + COSTS[degree] + (1 if steps else 0)
             if left > target:
-                heapq.heappush(heap, (spent + power_cost, next(order), lowest, 1.0 + error, (*steps, step)))
+                new = 1.0 + error + margin
+                ratio = lowest * (1.0 - margin) / new
+                heapq.heappush(heap, (spent + power_cost, -ratio, next(order), new, (*steps, step)))
             elif best is None or (spent, left) < (best.products, best.error):
                 best = Schedule((*steps, step), left, high, spent)
     if best is None:
@@ -84,49 +90,16 @@ def cheapest_schedule(p: int, floor: float, target: float, cushion: float = 0.0)
     return best
 
 
-@lru_cache(maxsize=4096)
-def minimax_step(p: int, low: float, high: float, degree: int) -> tuple[Step, float]:
-    """Return q of this degree that minimises ``E = max |1 - s q(s^p)|`` on [low, high], and E; by Remez exchange.
+def _cushioned(p: int, low: float, high: float, degree: int, cushion: float) -> tuple[Step, float, float]:
+    """Return the step for ``[max(low, cushion^{1/p} high), high]``, its error, and what it makes of ``low``.
 
-    ``{s, s^{p+1}, s^{2p+1}, ...}`` is a Chebyshev system on positive intervals: the best error alternates at degree + 2 points,
-    both ends among them, the others zeros of a polynomial in ``s^p``. Exchanging all of them converges quadratically. On
-    a narrow interval, where the system is singular to rounding, the Taylor polynomial is as good within a factor of ``2^degree``.
+    The error is infinite where degree 8 has no scheme in real numbers, which has not been seen.
     """
-    if high - low < _NARROW:
-        return _binomial_step(p, max(1.0 - low, high - 1.0), degree)
-    exponents = np.arange(degree + 1) * p + 1.0
-    signs = (-1.0) ** np.arange(degree + 2)
-    points = low * (high / low) ** ((1 - np.cos(np.pi * np.arange(degree + 2) / (degree + 1))) / 2)
-    for _ in range(50):
-        system = np.column_stack([points[:, None] ** exponents, signs])
-        c = np.linalg.solve(system, np.ones(degree + 2))[:-1]
-        stationary = np.roots((c * exponents)[::-1])
-        inner = np.sort(stationary.real[np.abs(stationary.imag) < 1e-9 * np.abs(stationary)])
-        inner = np.clip(inner, 0.0, None) ** (1 / p)
-        inner = inner[(inner > low) & (inner < high)]
-        if len(inner) != degree:
-            break
-        moved = np.concatenate([[low], inner, [high]])
-        settled = bool(np.abs(moved / points - 1).max() < 1e-12)
-        points = moved
-        if settled:
-            break
-    error = float(np.abs(1 - points[:, None] ** exponents @ c).max())
-    return tuple(c.tolist()), error
-
-
-def _binomial_step(p: int, error: float, degree: int) -> tuple[Step, float]:
-    """Return the Taylor polynomial of ``m^{-1/p}`` at 1 and a bound on ``|1 - s q(s^p)|`` for ``|1 - s| <= error``.
-
-    With ``m = 1 - r`` the series has positive coefficients ``c_k = (1/p)(1/p + 1)...(1/p + k - 1)/k!``, and the remainder is
-    at most ``c_{d+1} |r|^{d+1} / (1 - |r|)``.
-    """
-    c = [1.0]
-    for k in range(degree + 1):
-        c.append(c[-1] * (1 / p + k) / (k + 1))
-    r = math.expm1(p * math.log1p(error))
-    in_m = np.polynomial.Polynomial(c[: degree + 1])(np.polynomial.Polynomial([1.0, -1.0]))
-    return tuple(in_m.coef.tolist()), c[degree + 1] * r ** (degree + 1) / (1 - r) * (1 + error)
+    designed = max(low, cushion ** (1 / p) * high)
+    step, error = minimax_step(p, designed, high, degree)
+    if degree == 8 and two_factors(step.series) is None:
+        return step, math.inf, 0.0
+    return step, error, 1.0 - error if designed == low else low * float(step(low**p))
 
 
 @dataclass(frozen=True)
@@ -135,21 +108,22 @@ class Minimax(OfDefinite):
 
     Args:
         floor: lower end of the interval that is designed for, relative to the scale, in (0, 1). None: half the damping
-            relative to the bound where ``rel_damping`` gives one, else ``4 u``. What lies below is undershot and reported.
+            relative to the bound where ``rel_damping`` gives one; then, as with a number, nothing synchronises with the host. Else
+            each member's own, from a Cholesky factor, at least ``4 u``. What lies below is undershot and reported.
         cushion: in [0, 1/4]; no step is designed for eigenvalues of M further apart than that. 0 gives the fewest products
-            in exact arithmetic and loses accuracy where the floor is far below the spectrum: a step that pulls up what is
-            tiny maps what is large to something tiny, whose digits then drown in the rounding of M. 0.03 costs three or four
-            products more and is as accurate as coupled Newton.
+            in exact arithmetic and loses accuracy where the floor is far below the spectrum: the more a step pulls up what
+            is tiny, the more digits of what is large drown in the rounding of M. None: 1e-3, and 0.03 for p = 1, as accurate
+            as coupled Newton for one or two products more.
     """
 
     floor: float | None = None
-    cushion: float = 0.03
+    cushion: float | None = None
 
     def __post_init__(self) -> None:
         if self.floor is not None and not 0 < check_number("floor", self.floor) < 1:
             raise ValueError(f"floor: expected a number in (0, 1) or None, got {self.floor!r}")
-        if check_number("cushion", self.cushion) > 0.25:
-            raise ValueError(f"cushion: expected a number in [0, 1/4], got {self.cushion!r}")
+        if self.cushion is not None and check_number("cushion", self.cushion) > 0.25:
+            raise ValueError(f"cushion: expected a number in [0, 1/4] or None, got {self.cushion!r}")
 
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` unless p is an integer, and for ``max_steps``: the schedule is fixed by floor and tol."""
@@ -166,40 +140,89 @@ class Minimax(OfDefinite):
         """None: the polynomials are best on their interval and on nothing above it."""
         return 1.0
 
+    @property
+    def buffers(self) -> int:
+        """M, X, what a polynomial of degree 8 is made of, and its powers."""
+        return 9
+
     def designed_floor(self, rel_damping: float, lowest: float) -> float:
         """The given floor, or what is known without looking at the device, at least ``lowest``."""
         # half of what is known: the proof that the spectrum lies above needs room for rounding
         known = 0.5 * rel_damping / (1.0 + rel_damping)
         return max(known if self.floor is None else self.floor, lowest)
 
+    def schedule(self, p: int, floor: float, target: float, u: float) -> Schedule:
+        """Return the cheapest schedule, with room for the rounding of products that carry the small eigenvalues on.
+
+        ``Q^a M Q^b`` moves what is large in M by about ``u (max q / min q)^{p/2}``, whatever n is: rounding errors of entries are as good
+        as independent, and u times a random matrix has a norm of ``2 u`` times that of a row. On ``s^p`` in [c, 1] q varies by ``c^{-1/p}``.
+        """
+        cushion = self.cushion
+        if cushion is None:
+            cushion = 0.03 if p == 1 else 1e-3
+        margin = min(8.0 * u / max(cushion, floor) ** 0.5, _LARGEST_MARGIN) / p
+        return cheapest_schedule(p, floor, target, cushion, margin)
+
     def solve(self, problem: Problem) -> Solution:
-        """Run the schedule for the floor: ``A^{-1/p}``, and from it, where wanted, ``A^{1/p} = A X^{p-1}``."""
-        p, n = as_integer(problem.p) or 1, problem.A.shape[-1]
-        floor = self.designed_floor(problem.rel_damping, problem.lowest)
-        schedule = cheapest_schedule(p, floor, _target(problem, p), self.cushion)
-        covered = problem.covered
+        """Run a schedule for each floor: ``A^{-1/p}``, and from it, where wanted, ``A^{1/p} = A X^{p-1}``."""
+        p = as_integer(problem.p) or 1
         original = None if problem.want == "inverse" else problem.A.clone()
-        X, rho = run(problem.A, p, schedule.steps, problem.multiply)
-        residual = torch.full_like(rho, n**0.5 * math.expm1(p * math.log1p(schedule.error)))
-        residual = torch.where(covered, residual, n**0.5) + problem.precision_limit
-        tol = 4.0 * problem.precision_limit if problem.tol is None else problem.tol
-        status = torch.where(residual <= tol, int(Status.CONVERGED), int(Status.STAGNATED))
-        status = torch.where(covered, status, int(Status.MAX_STEPS))
-        # inside the designed interval and below it, no eigenvalue of I - M exceeds what the step before last leaves
-        lost = ~(rho <= 2.0 * n**0.5 * schedule.widest**p)
-        extra, root = 0, None
+        X = torch.empty_like(problem.A)
+        rho, error, widest = problem.floor.new_zeros(3, X.shape[0])
+        steps, matmuls = torch.zeros_like(rho, dtype=torch.int64).repeat(2, 1)
+        for floor, members in self._floors(problem):
+            schedule = self.schedule(p, floor, _target(problem, p), problem.resolution)
+            X[members], rho[members] = run(problem.A[members], p, schedule.steps, problem.multiply)
+            for field, value in (
+                (error, schedule.error),
+                (widest, schedule.widest),
+                (steps, len(schedule.steps)),
+                (matmuls, schedule.products),
+            ):
+                field[members] = value
+        root = None
         if original is not None:
             root, extra = root_from_inverse(original, X, p, problem.multiply)
-        each = torch.ones_like(status, dtype=torch.int64)
+            matmuls = matmuls + extra
+        residual, status = _judged(problem, p, rho, error, widest)
         return Solution(
             inverse=None if problem.want == "root" else X,
             root=root,
-            status=status.masked_fill(lost, int(Status.DIVERGED)).to(torch.int32),
-            steps=each * len(schedule.steps),
+            status=status,
+            steps=steps,
             residual=residual,
             history=residual.new_empty(len(status), 0),
-            matmuls=each * (schedule.products + extra),
+            matmuls=matmuls,
         )
+
+    def _floors(self, problem: Problem) -> list[tuple[float, Tensor | slice]]:
+        """Return (floor, members) for each floor in use: one for all where it is known beforehand.
+
+        Otherwise each member gets the floor of its own, on a ladder: the host waits for the device once. No floor is below the
+        lowest, above which A is proven to lie already.
+        """
+        lowest = self.designed_floor(problem.rel_damping, problem.lowest)
+        if self.floor is not None or problem.rel_damping > 0:
+            return [(lowest, slice(None))]
+        deepest = math.ceil(math.log(lowest, _RUNG))
+        rung = torch.ceil(torch.log(smallest_eigenvalue_bound(problem.A)) / math.log(_RUNG))
+        rung = rung.clamp(1, deepest)
+        return [
+            (max(_RUNG**k, lowest), torch.nonzero(rung == k).flatten()) for k in torch.unique(rung).tolist()
+        ]
+
+
+def _judged(problem: Problem, p: int, rho: Tensor, error: Tensor, widest: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the residual and the status of each member: of what was designed, where ``rho`` is no sign of the contrary."""
+    n = problem.A.shape[-1]
+    residual = n**0.5 * torch.expm1(p * torch.log1p(error))
+    residual = torch.where(problem.covered, residual, n**0.5) + problem.precision_limit
+    tol = 4.0 * problem.precision_limit if problem.tol is None else problem.tol
+    status = torch.where(residual <= tol, int(Status.CONVERGED), int(Status.STAGNATED))
+    status = torch.where(problem.covered, status, int(Status.MAX_STEPS))
+    # inside the designed interval and below it, no eigenvalue of I - M exceeds what the step before last leaves
+    lost = ~(rho <= 2.0 * n**0.5 * widest**p)
+    return residual, status.masked_fill(lost, int(Status.DIVERGED)).to(torch.int32)
 
 
 def _target(problem: Problem, p: int) -> float:
@@ -212,26 +235,29 @@ def _target(problem: Problem, p: int) -> float:
 def run(A: Tensor, p: int, steps: tuple[Step, ...], multiply: Product) -> tuple[Tensor, Tensor]:
     """Apply the steps to ``M_0 = A``; return X and ``||I - M||_F`` before the last step. A is overwritten."""
     M, X = A, None
-    spare = torch.empty_like(A)
+    symmetric = multiply.symmetric if p > 1 else multiply  # a mirrored product in q(M) costs p = 1 a digit
     for step in steps[:-1]:
-        Q = evaluate(step, M, multiply)
+        Q = evaluate(step, M, symmetric)
         # not mirrored: errors E_ij of X grow by q_i or q_j in a whole product, in a mirrored one by their mean, and where the
         # q of two eigenvalues are large in turn (a floor far below the spectrum) the means multiply to more
-        X = Q.clone() if X is None else multiply(X, Q, torch.empty_like(Q))
-        power = raise_to(Q, p, multiply)[-1]
-        M, spare = multiply.carrier.symmetrised(power, M, spare), M
+        X = Q if X is None else multiply(X, Q, torch.empty_like(Q))
+        M = transformed(M, Q, p, multiply)
     rho = frobenius(add_to_diagonal(M.clone(), -1.0))
-    Q = evaluate(steps[-1], M, multiply)
-    return (Q if X is None else multiply.symmetric(X, Q, torch.empty_like(Q))), rho
+    Q = evaluate(steps[-1], M, symmetric)
+    return (Q if X is None else symmetric(X, Q, torch.empty_like(Q))), rho
 
 
-def evaluate(step: Step, M: Tensor, multiply: Product) -> Tensor:
-    """Return ``q(M)``: ``degree - 1`` products."""
-    if len(step) == 2:
-        return add_to_diagonal(M * step[1], step[0])
-    square = multiply.symmetric(M, M, torch.empty_like(M))
-    if len(step) == 3:
-        return add_to_diagonal(square.mul_(step[2]).add_(M, alpha=step[1]), step[0])
-    upper = add_to_diagonal(M * step[3], step[2])
-    cubic = multiply.symmetric(upper, square, torch.empty_like(M))
-    return add_to_diagonal(cubic.add_(M, alpha=step[1]), step[0])
+def transformed(M: Tensor, Q: Tensor, p: int, multiply: Product) -> Tensor:
+    """Return ``Q^p M`` as ``(Q^a M) Q^b``, ``a + b = p`` the last link of an addition chain; M is overwritten where p > 1.
+
+    It takes as many products as forming ``Q^p`` first, whose rounding is relative to the largest ``q^p``: at the large eigenvalues, where
+    q is smallest, that loses twice the digits. ``Q^a M`` (and X Q) are far from symmetric beside their small eigenvalues: no products to mirror.
+    """
+    if p == 1:
+        return multiply.carrier(Q, M, torch.empty_like(M))
+    *links, (a, b) = addition_chain(p)
+    powers = [Q]
+    for i, j in links:
+        powers.append(multiply.symmetric(powers[i], powers[j], torch.empty_like(Q)))
+    half = multiply.carrier(powers[a], M, torch.empty_like(M))
+    return multiply.carrier.symmetric(half, powers[b], M)
