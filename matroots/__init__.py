@@ -4,6 +4,7 @@ from matroots._call import inv_root, inv_root_ex, root, root_pair
 from matroots._certificate import Certificate, certify
 from matroots._prepare import lambda_bound
 from matroots._result import InvRoot, RootError, RootWarning, Status
+from matroots._tune import tune
 from matroots.scaling import Frobenius, MultiPower, Power
 from matroots.solvers import EVD, Chebyshev, CoupledNewton, Minimax, NewtonDB, Rational
 
@@ -28,6 +29,7 @@ __all__ = [
     "lambda_bound",
     "root",
     "root_pair",
+    "tune",
 ]
 
 __version__ = "0.1.0"

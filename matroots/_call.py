@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from matroots._arguments import check_matrices
+from matroots._auto import solve_auto
 from matroots._certificate import certify as certify_root
 from matroots._certificate import rational_exponent
 from matroots._options import Keywords, Options, resolve_options
@@ -59,8 +60,8 @@ def inv_root_ex(
             "evd" needs no scale and ignores it.
         damping: absolute, in the units of A; a number or a tensor that broadcasts to the batch shape, ``>= 0``.
         rel_damping: relative to :func:`lambda_bound` of A, ``>= 0``.
-        tol: bound on the residual ``||I - A X^p||_F`` of the solver; for "auto" on the certified relative error, which
-            it then computes; "evd" has none. None: as far as the precision goes.
+        tol: bound on the residual ``||I - A X^p||_F`` of the solver; for "auto" on the relative 2-norm error, as predicted for
+            each member, or certified if ``certify``; "evd" has none. None: as far as the precision goes.
         max_steps: limit on the steps of "cn" and of each square root of "ndb" (60), the degree of "chebyshev" (8000), or the poles of "rational" (80).
         matmul_dtype: what the operands of products are rounded to, with sums in fp32: "fp16", "bf16" (or the torch dtypes), "tf32", or
             sums of two or three halves, "fp16x2", "bf16x2", "bf16x3", which are as accurate as fp32. Where the spectrum is not proven to
@@ -95,11 +96,11 @@ def inv_root_ex(
         max_batch=max_batch,
         generator=generator,
     )
-    if certify or options.certified_tol is not None:
+    if certify:
         rational_exponent(p)  # refuse before the work what could not be certified after it
-    result, _ = solve(A, options, "inverse")
-    if certify or options.certified_tol is not None:
-        result = _with_certificate(A, result, options, certify)
+    result, _ = solve_auto(A, options, "inverse") if method == "auto" else solve(A, options, "inverse")
+    if certify:
+        result = _with_certificate(A, result, options)
     return result._replace(root=_undifferentiable(A, damping, result.root))
 
 
@@ -188,22 +189,25 @@ def _solve_or_raise(want: Want, A: Tensor, p: float | Fraction, keywords: Keywor
     check_matrices(A, "A")
     options = resolve_options(A, p, **keywords)
     if options.certified_tol is not None:
-        raise ValueError('tol: method "auto" certifies inverse roots only; name a method, or drop tol')
-    result, other = solve(A, options, want)
+        raise ValueError(
+            'tol: method "auto" bounds the error of inverse roots only; name a method, or drop tol'
+        )
+    named = keywords.get("method", "auto") != "auto"
+    result, other = solve(A, options, want) if named else solve_auto(A, options, want)
     _raise_or_warn(result, float(options.p), stacklevel=4)
     eps = keywords.get("damping")
     root_side = _undifferentiable(A, eps, other)
     return result._replace(root=_undifferentiable(A, eps, result.root)), root_side
 
 
-def _with_certificate(A: Tensor, result: InvRoot, options: Options, keep: bool) -> InvRoot:
+def _with_certificate(A: Tensor, result: InvRoot, options: Options) -> InvRoot:
     """Certify the roots against the damping that was used; hold "auto" to its tolerance on the certified error."""
     certificate = certify_root(A, result.root, options.p, damping=result.damping, max_batch=options.max_batch)
     status = result.status
     if options.certified_tol is not None:
         missed = (status == int(Status.CONVERGED)) & ~(certificate.relative_error <= options.certified_tol)
         status = torch.where(missed, int(Status.STAGNATED), status).to(torch.int32)
-    return result._replace(status=status, certificate=certificate if keep else None)
+    return result._replace(status=status, certificate=certificate)
 
 
 def _raise_or_warn(result: InvRoot, p: float, stacklevel: int) -> None:

@@ -11,24 +11,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LEAF = 16  # LAPACK's share: measured on CPU, 8 to 32 are within a tenth of each other
+_LEAF = 16  # rows that are LAPACK's share: measured on CPU, 8 to 32 are within a tenth of each other,
+_LARGE_LEAF, _LARGE = 32, 256  # and 32 is the best where the matrices are large and so few
 _PANELS = 4  # a triangle of blocks in place of the square costs (1 + 1/4)/2
 _WORTH_PANELS = 128  # rows of a block from which the fewer operations outweigh the more calls
 
 
-def inverse_factor(A: Tensor) -> tuple[Tensor, Tensor]:
+def inverse_factor(A: Tensor, leaf: int | None = None) -> tuple[Tensor, Tensor]:
     """Return ``R = L^{-1}``, lower triangular, of ``A = L L^T`` for ``(b, n, n)``, and where A has a factor, ``(b,)`` bool.
 
     ``R A R^T = I`` and ``R^T R = A^{-1}``; a member without a factor holds anything. About ``2/3 n^3`` operations.
     """
     n = A.shape[-1]
-    if n <= _LEAF:
+    leaf = (_LEAF if n < _LARGE else _LARGE_LEAF) if leaf is None else leaf
+    if n <= leaf:
         return _lapack(A)
-    h = _halved(n)
+    h = _halved(n, leaf)
     R = A.new_zeros(A.shape)
-    R11, definite = inverse_factor(A[:, :h, :h])
+    R11, definite = inverse_factor(A[:, :h, :h], leaf)
     L21 = times_transposed_lower(A[:, h:, :h], R11)
-    R22, rest = inverse_factor(_minus_gram(A[:, h:, h:], L21))
+    R22, rest = inverse_factor(_minus_gram(A[:, h:, h:], L21), leaf)
     R[:, :h, :h], R[:, h:, h:] = R11, R22
     R[:, h:, :h] = lower_times(R22, times_lower(L21, R11)).neg_()
     return R, definite & rest
@@ -42,15 +44,15 @@ def has_factor(A: Tensor) -> Tensor:
             A
         ).info  # the lower triangle: of a Schur complement there is no other
         return info == 0
-    h = _halved(n)
-    R11, definite = inverse_factor(A[:, :h, :h])
+    h = _halved(n, _LARGE_LEAF)
+    R11, definite = inverse_factor(A[:, :h, :h], _LARGE_LEAF)
     L21 = times_transposed_lower(A[:, h:, :h], R11)
     return definite & has_factor(_minus_gram(A[:, h:, h:], L21))
 
 
-def _halved(n: int) -> int:
+def _halved(n: int, leaf: int) -> int:
     """Return about half of n > leaf, a multiple of the leaf: so every leaf lies within one panel."""
-    return max(1, n // (2 * _LEAF)) * _LEAF
+    return max(1, n // (2 * leaf)) * leaf
 
 
 def _lapack(A: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,7 +66,7 @@ def _lapack(A: Tensor) -> tuple[Tensor, Tensor]:
 def _cuts(n: int, least: int = 1) -> list[tuple[int, int]]:
     """Return where n rows are cut into panels: ``least`` where more would not pay."""
     if n >= _WORTH_PANELS:
-        edges = [n * k // (_PANELS * _LEAF) * _LEAF for k in range(_PANELS)]
+        edges = [n * k // (_PANELS * _LARGE_LEAF) * _LARGE_LEAF for k in range(_PANELS)]
     else:
         edges = [n * k // least for k in range(min(n, least))]
     return list(zip(edges, [*edges[1:], n], strict=True))

@@ -142,13 +142,13 @@ def test_the_share_of_the_work(p, panels, monkeypatch):
     total, products = work(n, p, CoupledNewton(steps=steps))
     assert products == newton_products(p, steps)
     assert total == pytest.approx(steps - 1 + share * (products - (steps - 1)))
-    # Q^p M and X Q are, but for the last X Q
+    # half of Q^a M Q^b and X Q are, but for the last X Q; for p = 1 all are
     lowest = 1e-3
     total, products = work(n, p, matroots.Minimax(floor=lowest), tol=1e-6)
     schedule = next(
         s for s in SCHEDULES if s.products == products and len(s.steps) >= 2
     )  # the one that the solve has asked for
-    whole = (len(schedule.steps) - 1) + (len(schedule.steps) - 2)
+    whole = products if p == 1 else (len(schedule.steps) - 1) + (len(schedule.steps) - 2)
     assert total == pytest.approx(whole + share * (products - whole))
     # nothing is
     total, products = work(n, p, Chebyshev(degree=40, floor=1e-2))
@@ -237,7 +237,8 @@ def test_roots_that_are_not_inverse(row, p, want, monkeypatch):
         mirror_from(monkeypatch, 1, panels)
         answer = getattr(matroots, want)(A, p, method=row.method)
         errors.append(error(answer if want == "root" else answer[0], truth).max())
-    assert errors[1] <= 2.5 * errors[0]
+    # where a whole product is right to a twentieth of cond u, as minimax is here, a mirrored one is right to a fifth
+    assert errors[1] <= max(2.5 * errors[0], 0.2 * 1e3 * torch.finfo(FP64).eps / 2)
 
 
 @pytest.mark.parametrize("p", [2, 4])
@@ -297,20 +298,21 @@ def test_diagonal_blocks_must_be_mirrored_too(monkeypatch):
     assert error(matroots.inv_root_ex(A, 2, method="ndb").root, inverse_root(A, 2)).max() < 1e-10
 
 
-def test_x_of_minimax_must_be_computed_in_full(monkeypatch):
+@pytest.mark.parametrize("p", [2, 4])
+def test_x_and_m_of_minimax_must_be_computed_in_full(p, monkeypatch):
     """With a floor far below the spectrum eigenvalues are pulled up and pushed down in turn: means of factors multiply to more."""
     A, whole = batch(48, 30.0, FP64), Product.__call__
-    assert growth(A, 1, "minimax", monkeypatch, 4) <= 2.5
+    method = matroots.Minimax(floor=1e-14)
+    assert growth(A, p, method, monkeypatch, 4) <= 2.5
 
-    def x_mirrored(
+    def all_mirrored(
         self: Product, A: Any, B: Any, out: Any, alpha: float = 1.0, beta: float = 0.0
     ) -> torch.Tensor:
         whole(self, A, B, out, alpha, beta)
-        is_x = alpha == 1.0 and len(panel_edges(out)) > 2  # the other whole product, Q^p M, is halved
-        return out.copy_(mirrored(out)) if is_x else out
+        return out.copy_(mirrored(out)) if len(panel_edges(out)) > 2 else out
 
-    monkeypatch.setattr(Product, "__call__", x_mirrored)
-    assert growth(A, 1, "minimax", monkeypatch, 4) > 100
+    monkeypatch.setattr(Product, "__call__", all_mirrored)
+    assert growth(A, p, method, monkeypatch, 4) > 5
 
 
 def test_what_carries_small_eigenvalues_on_must_be_symmetrised(monkeypatch):

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from matroots import EVD, CoupledNewton, InvRoot, Minimax, NewtonDB, inv_root_ex
+from matroots import EVD, CoupledNewton, InvRoot, Minimax, NewtonDB, Rational, inv_root_ex
 from matroots.bench import papers, peers
 from matroots.solvers import SOLVERS, Solver
 
@@ -83,16 +83,24 @@ def _named(name: str) -> Method:
 METHODS: tuple[Method, ...] = (
     *map(_named, SOLVERS),
     _named("auto"),
-    *(Method(name, '"auto"', lambda condition: "auto", tol, certifies=True) for name, tol in TARGETS.items()),
+    *(Method(name, '"auto"', lambda condition: "auto", tol) for name, tol in TARGETS.items()),
     Method("evd-fp64", "EVD(compute_dtype=float64)", lambda condition: EVD(compute_dtype=FP64), dtypes=(FP32,)),
     Method("cn-10", "CoupledNewton(steps=10)", lambda condition: CoupledNewton(steps=10)),
     Method("ndb-10", "NewtonDB(steps=10)", lambda condition: NewtonDB(steps=10)),
+    Method("rational-1e-2", "Rational(error=8e-3)", lambda condition: Rational(error=8e-3)),
+    Method("rational-1e-4", "Rational(error=6e-5)", lambda condition: Rational(error=6e-5)),
     Method("minimax-floor", "Minimax(floor=1/(2 condition))", lambda condition: Minimax(floor=0.5 / condition)),
     Method(
         "minimax-floor-1e-2",
         "Minimax(floor=1/(2 condition))",
         lambda condition: Minimax(floor=0.5 / condition),
         tol=1e-2,
+    ),
+    Method(
+        "minimax-floor-1e-4",
+        "Minimax(floor=1/(2 condition))",
+        lambda condition: Minimax(floor=0.5 / condition),
+        tol=1e-3,
     ),
 )  # fmt: skip
 

@@ -168,7 +168,7 @@ class Minimax(OfDefinite):
         p = as_integer(problem.p) or 1
         original = None if problem.want == "inverse" else problem.A.clone()
         X = torch.empty_like(problem.A)
-        rho, error, widest = problem.floor.new_zeros(3, X.shape[0])
+        rho, error, widest = problem.damping.new_zeros(3, X.shape[0])
         steps, matmuls = torch.zeros_like(rho, dtype=torch.int64).repeat(2, 1)
         for floor, members in self._floors(problem):
             schedule = self.schedule(p, floor, _target(problem, p), problem.resolution)

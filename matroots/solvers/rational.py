@@ -26,7 +26,7 @@ from torch import Tensor
 from matroots._arguments import check_count, check_number
 from matroots._cholesky import add_gram, inverse_factor
 from matroots._exponent import Exponent
-from matroots._products import add_to_diagonal, exceeds, wide
+from matroots._products import add_to_diagonal, exceeds, frobenius, wide
 from matroots._result import Status
 from matroots.solvers._problem import OfDefinite, Problem, Solution, refuse_fixed
 
@@ -36,10 +36,10 @@ _FLOAT_SUFFICES = 1e-9  # of the error that is expected: below, float64 loses th
 _DIGITS = 38  # two words of libmpdec: a sixth faster than 40
 _EXCHANGES = 20
 _U = 2.0**-53
-# proven floors are rounded down to powers of 1/4, in float64, whose designs take longest to find, of 1/16: few designs, a pole more
-_RUNGS = {torch.float32: 4.0, torch.float64: 16.0}
+# proven floors are rounded down to powers of 1/2, in float64, whose designs take longest to find, of 1/16: few designs, a pole more
+_RUNGS = {torch.float32: 2.0, torch.float64: 16.0}
 _POLES_AT_ONCE = 8  # where they fit a cache: their sum is then one long product. Never by the batch, which must not change an answer
-_LARGE = 512  # rows from which one shifted matrix is enough work
+_STACK = 2**21  # bytes of shifted matrices that the inner caches hold; with more, members take turns
 _LOWEST = 1e-15  # floor below which elliptic functions in float64 have nothing to say
 _NARROWEST = 0.5  # a floor above it gains no pole, and its design drowns in rounding
 
@@ -224,7 +224,7 @@ class Rational(OfDefinite):
         poles: take this many, or as many as reach rounding in float64 if those are fewer; None: the fewest whose error reaches ``tol``,
             at most ``max_steps`` (80).
         floor: lower end of the interval that is designed for, relative to the scale, in (0, 1). None: half the damping
-            relative to the bound where ``rel_damping`` gives one; else one that is proven for each member by the trace of
+            relative to the bound where ``rel_damping`` gives one; else one that is proven for each member by the norm of
             ``A^{-1}``, which synchronises. What lies below the floor is undershot and reported.
         error: relative error of r to design for, in (0, 1), at least ``2^-52``, in place of ``tol``, which bounds the residual.
     """
@@ -258,8 +258,8 @@ class Rational(OfDefinite):
 
     @property
     def buffers(self) -> int:
-        """Shifted matrices and factors of as many poles as are worked on at once, and products on their way."""
-        return 6 * _POLES_AT_ONCE
+        """The input, the sum, the inverse that gives the floor, and the parts that they are made of."""
+        return 8
 
     def designed_floor(self, rel_damping: float, lowest: float) -> float:
         """The given floor or that of the damping, at least ``lowest``; 0 where each member has its own."""
@@ -318,7 +318,7 @@ class Rational(OfDefinite):
     def _floors(self, problem: Problem) -> tuple[list[tuple[float, Tensor | slice]], Tensor]:
         """Return (floor, members) for each floor in use, and whether each member's spectrum lies above its floor.
 
-        The trace finds floors far below ``4 u``, and r is as good there as rounding lets it be. But it proves nothing there:
+        The norm of the inverse finds floors far below ``4 u``, and r is as good there as rounding lets it be. But it proves nothing there:
         rounding may have moved the smallest eigenvalue by as much. Covered are members that exceed ``4 u`` by one proof or the other.
         """
         if (fixed := self._fixed_floor(problem)) > 0:
@@ -327,7 +327,9 @@ class Rational(OfDefinite):
         deepest = math.floor(-math.log(max(problem.unit_roundoff / 256, _LOWEST), rung))
         lowest = max(problem.lowest, rung**-deepest)
         proven = smallest_eigenvalue_bound(A)
-        for k in torch.nonzero(proven < lowest).flatten().split(64):  # the trace may be n times too large
+        for k in (
+            torch.nonzero(proven < lowest).flatten().split(64)
+        ):  # the norm may be sqrt(n) times too large
             above = exceeds(A[k], torch.full_like(proven[k], lowest))
             proven[k] = torch.where(above, lowest, proven[k])
         step = torch.ceil(-torch.log(proven) / math.log(rung) - 1e-9).clamp(1, deepest).to(torch.int64)
@@ -355,14 +357,14 @@ def _target(problem: Problem) -> float:
 
 
 def smallest_eigenvalue_bound(A: Tensor) -> Tensor:
-    """Return ``1 / (2 trace(A^{-1}))``, a lower bound on the smallest eigenvalue with room for rounding; 0 without a factor.
+    """Return ``0.8 / ||A^{-1}||_F``, a lower bound on the smallest eigenvalue with room for rounding; 0 without a factor.
 
-    ``trace(A^{-1}) = ||L^{-1}||_F^2`` is at most n times ``1/lambda_min``, in practice a few times. Rounding moves the smallest
-    eigenvalue by a u or two times the largest, in the worst of kernel matrices: below ``4 u`` this is an estimate and no bound.
+    The norm is at most ``sqrt(n)`` times ``1/lambda_min``, in practice a few times. Rounding moves the smallest eigenvalue
+    by a u or two times the largest, in the worst of kernel matrices: below ``4 u`` this is an estimate and no bound.
     """
     R, definite = inverse_factor(A)
-    trace = R.square().sum((-2, -1)).to(wide(A.device))
-    return torch.where(definite & trace.isfinite(), 0.5 / trace, 0.0)
+    norm = frobenius(add_gram(torch.zeros_like(A), R.unsqueeze(1)))
+    return torch.where(definite & norm.isfinite(), 0.8 / norm, 0.0)
 
 
 def evaluate(r: Approximant, A: Tensor, sign: int) -> tuple[Tensor, Tensor]:
@@ -370,11 +372,22 @@ def evaluate(r: Approximant, A: Tensor, sign: int) -> tuple[Tensor, Tensor]:
 
     ``x / (x + s) = 1 - s/(x + s)``: the root needs no product with A.
     """
+    n = A.shape[-1]
+    held = max(1, _STACK // (_POLES_AT_ONCE * n * n * A.element_size())) if A.is_cpu else len(A)
+    parts = [_sum_of_inverses(r, part, sign) for part in A.split(held)]
+    X, definite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+    if sign < 0:
+        return add_to_diagonal(X, r.constant), definite
+    return add_to_diagonal(X.neg_().add_(A, alpha=r.constant), float(sum(r.weights))), definite
+
+
+def _sum_of_inverses(r: Approximant, A: Tensor, sign: int) -> tuple[Tensor, Tensor]:
+    """Return ``sum_j w_j (A + s_j I)^{-1}``, each term times ``s_j`` for sign +1, and whether every term had a factor."""
     b, n, _ = A.shape
     weights, shifts = (torch.tensor(v, dtype=A.dtype, device=A.device) for v in (r.weights, r.shifts))
     X = torch.zeros_like(A)
     definite = torch.ones(b, dtype=torch.bool, device=A.device)
-    at_once = 1 if n >= _LARGE else _POLES_AT_ONCE
+    at_once = max(1, min(_POLES_AT_ONCE, 4 * 1024**2 // n**2))
     for s, w in zip(shifts.split(at_once), weights.split(at_once), strict=True):
         shifted = A.unsqueeze(1).repeat(1, len(s), 1, 1)
         shifted.diagonal(dim1=-2, dim2=-1).add_(s.reshape(1, -1, 1))
@@ -382,6 +395,4 @@ def evaluate(r: Approximant, A: Tensor, sign: int) -> tuple[Tensor, Tensor]:
         definite &= factored.reshape(b, -1).all(-1)
         scale = (w if sign < 0 else w * s).sqrt()
         add_gram(X, R.mul_(scale.repeat(b).reshape(-1, 1, 1)).unflatten(0, (b, -1)))
-    if sign < 0:
-        return add_to_diagonal(X, r.constant), definite
-    return add_to_diagonal(X.neg_().add_(A, alpha=r.constant), float(sum(r.weights))), definite
+    return X, definite
