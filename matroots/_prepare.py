@@ -74,8 +74,10 @@ def prepare(
     status = torch.where(finite, status, int(Status.NONFINITE_INPUT)).to(torch.int32)
     S = with_identity(S, status != int(Status.CONVERGED))
     down = torch.exp2((own - exponent).clamp_min(-1000.0))  # a damping far above A sets the unit of both
-    row_sums = S.abs().sum(-1)
-    bound = norm_bound(S, row_sums) * down
+    # in the dtype of `lambda_bound`, which knows of no compute dtype: what multiplies rel_damping is one number
+    own_dtype = S.to(torch.float64 if A.dtype == torch.float64 else torch.float32)
+    row_sums = own_dtype.abs().sum(-1)
+    bound = norm_bound(own_dtype, row_sums) * down
     if may_hold(down != 1):
         S.mul_(down.to(S.dtype).reshape(-1, 1, 1))
     S = S.to(dtype)
