@@ -26,7 +26,8 @@ from matroots.solvers.rational import approximant
 
 TYPICAL_CONDITION = 1e4  # assumed where no relative damping bounds it
 _EVD_ROUNDING = 0.5  # times sqrt(n) u kappa / p: LAPACK's error, twice the largest of 500 random draws
-_RATIONAL_ROUNDING = 0.5  # times u kappa / p: likewise
+_RATIONAL_ROUNDING = 0.4  # times u kappa / p: likewise
+_BOUND_SLACK = 10.0  # how far the proven bound that "rational" scales by may lie above the largest eigenvalue
 _SAFETY = 1.25  # on estimates of both ends of the spectrum, which power iteration approaches from within
 
 
@@ -57,7 +58,8 @@ def solve_auto(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor
     out = unit_roundoff(A.dtype)
     with full_precision(A.device):
         predicted = first.error(n, p, condition(A, result, p)) + out
-    missed = ~(predicted <= tol) & (result.status != int(Status.NONFINITE_INPUT))
+    uncovered = result.status == int(Status.MAX_STEPS)
+    missed = (~(predicted <= tol) | uncovered) & (result.status != int(Status.NONFINITE_INPUT))
     if first != PRECISE and bool(missed.any()):
         again, _ = _solve(
             PRECISE, A[missed], replace(options, damping=options.damping[missed.flatten()]), want
@@ -87,9 +89,13 @@ def choose(n: int, p: float, tol: float | None, rel_damping: float, like: Tensor
     rounding = float(Choice(Rational(), single, 0.0).error(n, p, expected))
     if p > 1 and rounding < 0.9 * tol < 0.9:
         designed = 0.9 * tol - rounding
-        poles = len(approximant(1.0 / p, 1.0 / float(expected) / math.sqrt(n), designed, 60).shifts)
-        solver = Rational(error=designed)
-        candidates.append((cost.fixed + cost.pole * poles, Choice(solver, single, designed)))
+        floor = 1.0 / (
+            _BOUND_SLACK * float(expected)
+        )  # one proof instead of a search; who lies below it is solved again
+        poles = len(approximant(1.0 / p, floor, designed, 80).shifts)
+        candidates.append(
+            (cost.fixed + cost.pole * poles, Choice(Rational(error=designed, floor=floor), single, designed))
+        )
     able = [(price, choice) for price, choice in candidates if float(choice.error(n, p, expected)) <= tol]
     return min(able, key=lambda pair: pair[0], default=(0.0, PRECISE))[1]
 
@@ -97,7 +103,7 @@ def choose(n: int, p: float, tol: float | None, rel_damping: float, like: Tensor
 def condition(A: Tensor, result: InvRoot, p: float) -> Tensor:
     """Estimate the condition number of each member: ``lambda_max`` from A, ``lambda_min = ||X||_2^{-p}`` from its inverse root.
 
-    A few power steps with eight vectors, ``O(n^2)``; NaN where there is no root.
+    Four power steps with eight vectors, ``O(n^2)``; NaN where there is no root.
     """
     largest = torch.minimum(_log_norm(A) + math.log(_SAFETY), result.scale.log())
     return torch.exp(largest + p * _log_norm(result.root) + math.log(_SAFETY))
@@ -107,10 +113,15 @@ def _log_norm(A: Tensor) -> Tensor:
     """Return the logarithm of the 2-norm of symmetric positive definite ``(*, n, n)``, from below, float64 ``(*)``."""
     flat = A.detach().reshape(-1, *A.shape[-2:])
     dtype = torch.float64 if A.dtype == torch.float64 else torch.float32
-    size = flat.abs().amax((-2, -1)).to(wide(A.device))
+    # the largest entry of a definite matrix is on its diagonal
+    size = flat.diagonal(dim1=-2, dim2=-1).abs().amax(-1).to(wide(A.device))
     exponent = torch.frexp(size).exponent.to(size.dtype)
-    V = start_vectors(8, flat.to(dtype))
-    norm = rayleigh(rescaled(flat.to(dtype), -exponent), V, 6)
+    if bool((exponent.abs() < 10).all()):  # nothing can overflow, and a copy is saved
+        exponent = torch.zeros_like(exponent)
+        scaled = flat.to(dtype)
+    else:
+        scaled = rescaled(flat.to(dtype), -exponent)
+    norm = rayleigh(scaled, start_vectors(8, scaled), 4)
     return (norm.log() + exponent * math.log(2.0)).reshape(A.shape[:-2])
 
 

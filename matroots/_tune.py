@@ -36,12 +36,12 @@ class Costs:
 # in units of one product of two matrices of that size in float32
 _DEFAULTS = {
     "cpu": {
-        32: Costs(60.0, 72.0, 6.0, 30.0),
-        64: Costs(24.0, 42.0, 2.7, 17.0),
-        128: Costs(16.0, 30.0, 2.0, 9.0),
-        256: Costs(11.5, 20.0, 1.6, 5.5),
-        512: Costs(7.6, 14.5, 1.2, 4.0),
-        1024: Costs(6.5, 11.5, 0.95, 3.0),
+        32: Costs(60.0, 80.0, 6.0, 40.0),
+        64: Costs(24.6, 36.3, 2.9, 14.0),
+        128: Costs(15.4, 27.9, 2.1, 12.0),
+        256: Costs(10.6, 18.6, 1.6, 6.5),
+        512: Costs(7.6, 14.1, 1.2, 2.6),
+        1024: Costs(6.7, 11.8, 0.95, 2.2),
     }
 }
 # accelerators decompose slowly, most of all in float64
