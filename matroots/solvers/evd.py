@@ -66,8 +66,8 @@ class EVD:
 
     @property
     def own_scaling(self) -> str:
-        """Not used."""
-        return "multi_power"
+        """Not used; "auto" hands it on to "rational"."""
+        return "frobenius"
 
     @property
     def buffers(self) -> int:
