@@ -57,7 +57,9 @@ def solve_auto(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor
         return result, other
     out = unit_roundoff(A.dtype)
     with full_precision(A.device):
-        predicted = first.error(n, p, condition(A, result, p)) + out
+        predicted = first.error(n, p, condition_bound(result, p)) + out
+        if not bool((predicted <= tol).all()):
+            predicted = first.error(n, p, condition(A, result, p)) + out
     uncovered = result.status == int(Status.MAX_STEPS)
     missed = (~(predicted <= tol) | uncovered) & (result.status != int(Status.NONFINITE_INPUT))
     if first != PRECISE and bool(missed.any()):
@@ -98,6 +100,13 @@ def choose(n: int, p: float, tol: float | None, rel_damping: float, like: Tensor
         )
     able = [(price, choice) for price, choice in candidates if float(choice.error(n, p, expected)) <= tol]
     return min(able, key=lambda pair: pair[0], default=(0.0, PRECISE))[1]
+
+
+def condition_bound(result: InvRoot, p: float) -> Tensor:
+    """Return ``scale trace(X)^p``, up to ``n^p`` times the condition number of each member: enough where float64 has digits to spare."""
+    diagonal = result.root.detach().diagonal(dim1=-2, dim2=-1)
+    norm = diagonal.to(wide(diagonal.device)).sum(-1)  # no less than the 2-norm of a definite matrix
+    return torch.exp(result.scale.log() + p * norm.log())
 
 
 def condition(A: Tensor, result: InvRoot, p: float) -> Tensor:
