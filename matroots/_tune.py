@@ -40,8 +40,8 @@ _DEFAULTS = {
         64: Costs(24.6, 36.3, 2.9, 14.0),
         128: Costs(15.4, 27.9, 2.1, 12.0),
         256: Costs(10.6, 18.8, 1.5, 4.7),
-        512: Costs(7.6, 14.1, 1.2, 2.6),
-        1024: Costs(6.7, 11.8, 0.95, 2.2),
+        512: Costs(7.6, 14.1, 0.9, 4.7),
+        1024: Costs(6.7, 11.8, 0.88, 2.5),
     }
 }
 # accelerators decompose slowly, most of all in float64
