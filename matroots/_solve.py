@@ -156,7 +156,9 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     computed = [(s, X) for s, X in ((-1, solution.inverse), (1, solution.root)) if X is not None]
     roots = [_returned(X, scale, prepared, options.p, sign, A.dtype) for sign, X in computed]
     for root, (_, X) in zip(roots, computed, strict=True):
-        status = status.masked_fill((status < int(Status.DIVERGED)) & _lost(X, options), int(Status.DIVERGED))
+        status = status.masked_fill(
+            (status < int(Status.DIVERGED)) & _lost(X, covered | unsolved, options), int(Status.DIVERGED)
+        )
         unusable = (status < int(Status.DIVERGED)) & _unusable(root, X) & ~prepared.zero_rows.all(-1)
         status = torch.where(unusable, int(Status.SINGULAR), status).to(torch.int32)
     failed = status >= int(Status.DIVERGED)
@@ -181,14 +183,14 @@ def _unusable(root: Tensor, computed: Tensor) -> Tensor:
     return ~torch.isfinite(largest) | ((largest == 0) & (computed.abs().amax((-2, -1)) > 0))
 
 
-def _lost(X: Tensor, options: Options) -> Tensor:
-    """Return whether X is not proven positive definite, ``(b,)``: looked at where all products are plain half precision.
+def _lost(X: Tensor, covered: Tensor, options: Options) -> Tensor:
+    """Return whether X may have a wrong sign, ``(b,)``: no Cholesky factor, where rounding could have carried an eigenvalue across zero.
 
-    The damping is raised so that it does not happen; a root with a wrong sign is the one thing that must never be returned.
+    That is where A is not proven to lie above a few u, and wherever all products are plain half precision.
     """
-    if options.operands is None or options.operands.parts > 1:
-        return torch.zeros(X.shape[0], dtype=torch.bool, device=X.device)
-    return ~has_cholesky_factor(symmetric_part(X))
+    plain = options.operands is not None and options.operands.parts == 1
+    suspect = torch.ones_like(covered) if plain else ~covered
+    return suspect & ~has_cholesky_factor(symmetric_part(X)) if may_hold(suspect) else suspect
 
 
 def _problem(prepared: Prepared, scale: Tensor, covered: Tensor, options: Options, want: Want) -> Problem:

@@ -151,8 +151,8 @@ class OfDefinite:
         return 6
 
     def designed_floor(self, rel_damping: float, lowest: float) -> float:
-        """None: the work depends on the spectrum that is met."""
-        return 0.0
+        """Nothing is designed for a floor, but below ``lowest`` rounding can turn the sign of an eigenvalue: roots are looked at there."""
+        return lowest
 
 
 def refuse_fixed(option: str, value: object, tol: float | None, max_steps: int | None, solver: str) -> None:
