@@ -25,10 +25,13 @@ from matroots.solvers._problem import Want
 from matroots.solvers.rational import approximant
 
 TYPICAL_CONDITION = 1e4  # assumed where no relative damping bounds it
-_EVD_ROUNDING = 0.5  # times sqrt(n) u kappa / p: LAPACK's error, twice the largest of 500 random draws
-_RATIONAL_ROUNDING = 0.4  # times u kappa / p: likewise
+_EVD_ROUNDING = (
+    1.5  # times sqrt(n) u kappa / p: LAPACK's error and the rounding of a float64 input; 0.8 has been met
+)
+_RATIONAL_ROUNDING = 0.4  # times u kappa / p: twice the largest of 500 random draws
 _BOUND_SLACK = 10.0  # how far the proven bound that "rational" scales by may lie above the largest eigenvalue
-_SAFETY = 1.25  # on estimates of both ends of the spectrum, which power iteration approaches from within
+_SAFETY = 1.25  # on an estimate of the largest eigenvalue, which power iteration approaches from within
+_POWER_STEPS = 12  # four leave a fifth of the norm unseen, which the p-th power multiplies
 
 
 @dataclass(frozen=True)
@@ -112,10 +115,11 @@ def condition_bound(result: InvRoot, p: float) -> Tensor:
 def condition(A: Tensor, result: InvRoot, p: float) -> Tensor:
     """Estimate the condition number of each member: ``lambda_max`` from A, ``lambda_min = ||X||_2^{-p}`` from its inverse root.
 
-    Four power steps with eight vectors, ``O(n^2)``; NaN where there is no root.
+    Twelve power steps with eight vectors, ``O(n^2)``; NaN where there is no root.
     """
     largest = torch.minimum(_log_norm(A) + math.log(_SAFETY), result.scale.log())
-    return torch.exp(largest + p * _log_norm(result.root) + math.log(_SAFETY))
+    # what is missing of ||X|| counts p times
+    return torch.exp(largest + p * (_log_norm(result.root) + math.log(1.05)))
 
 
 def _log_norm(A: Tensor) -> Tensor:
@@ -130,7 +134,7 @@ def _log_norm(A: Tensor) -> Tensor:
         scaled = flat.to(dtype)
     else:
         scaled = rescaled(flat.to(dtype), -exponent)
-    norm = rayleigh(scaled, start_vectors(8, scaled), 4)
+    norm = rayleigh(scaled, start_vectors(8, scaled), _POWER_STEPS)
     return (norm.log() + exponent * math.log(2.0)).reshape(A.shape[:-2])
 
 

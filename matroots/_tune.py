@@ -83,12 +83,11 @@ def _read(path: Path) -> dict[str, dict[int, Costs]]:
     try:
         stored = json.loads(path.read_text())
         tables = {d: {int(n): Costs(**c) for n, c in t.items()} for d, t in stored.items()}
+        figures = [x for table in tables.values() for n, c in table.items() for x in (n, *asdict(c).values())]
+        usable = all(0 < x < math.inf for x in figures)
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
-    positive = all(
-        value > 0 for table in tables.values() for c in table.values() for value in asdict(c).values()
-    )
-    return {device: table for device, table in tables.items() if table} if positive else {}
+    return {device: table for device, table in tables.items() if table} if usable else {}
 
 
 def tune(
