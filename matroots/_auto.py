@@ -31,6 +31,7 @@ _EVD_ROUNDING = (
 _RATIONAL_ROUNDING = 0.4  # times u kappa / p: twice the largest of 500 random draws
 _BOUND_SLACK = 10.0  # how far the proven bound that "rational" scales by may lie above the largest eigenvalue
 _SAFETY = 1.25  # on an estimate of the largest eigenvalue, which power iteration approaches from within
+_ROOT_SAFETY = 1.05  # on one of the norm of the root, whose p-th power counts
 _POWER_STEPS = 12  # four leave a fifth of the norm unseen, which the p-th power multiplies
 
 
@@ -85,18 +86,18 @@ def choose(n: int, p: float, tol: float | None, rel_damping: float, like: Tensor
         # on CPU an eigendecomposition in float64 costs little more than in float32, and is exact to float32's rounding
         precise = like.is_cpu and like.dtype != torch.float64
         return PRECISE if precise else Choice(EVD(), like.dtype, 0.0)
+    bound = min(TYPICAL_CONDITION, 1.0 / rel_damping) if rel_damping > 0 else TYPICAL_CONDITION
     expected = torch.tensor(
-        min(TYPICAL_CONDITION, 1.0 / rel_damping) if rel_damping > 0 else TYPICAL_CONDITION
-    )
+        bound * _SAFETY * math.exp(min(p * math.log(_ROOT_SAFETY), 50.0))
+    )  # as `condition` will find it
     cost = costs(n, like.device.type)
     single = torch.float32
     candidates = [(cost.evd64, PRECISE), (cost.evd32, Choice(EVD(compute_dtype=single), single, 0.0))]
     rounding = float(Choice(Rational(), single, 0.0).error(n, p, expected))
     if p > 1 and rounding < 0.9 * tol < 0.9:
         designed = 0.9 * tol - rounding
-        floor = 1.0 / (
-            _BOUND_SLACK * float(expected)
-        )  # one proof instead of a search; who lies below it is solved again
+        # one proof instead of a search; who lies below it is solved again
+        floor = 1.0 / (_BOUND_SLACK * float(expected))
         poles = len(approximant(1.0 / p, floor, designed, 80).shifts)
         candidates.append(
             (cost.fixed + cost.pole * poles, Choice(Rational(error=designed, floor=floor), single, designed))
@@ -119,7 +120,7 @@ def condition(A: Tensor, result: InvRoot, p: float) -> Tensor:
     """
     largest = torch.minimum(_log_norm(A) + math.log(_SAFETY), result.scale.log())
     # what is missing of ||X|| counts p times
-    return torch.exp(largest + p * (_log_norm(result.root) + math.log(1.05)))
+    return torch.exp(largest + p * (_log_norm(result.root) + math.log(_ROOT_SAFETY)))
 
 
 def _log_norm(A: Tensor) -> Tensor:
