@@ -47,6 +47,12 @@ def check_number(name: str, value: object, *, positive: bool = False) -> float:
     return number
 
 
+def check_fraction(name: str, value: object) -> None:
+    """Raise unless ``value`` is a number between 0 and 1, both excluded, or None."""
+    if value is not None and not 0 < check_number(name, value) < 1:
+        raise ValueError(f"{name}: expected a number in (0, 1) or None, got {value!r}")
+
+
 def check_count(name: str, value: object, *, optional: bool = True) -> None:
     """Raise unless ``value`` is an integer (numpy's count) of at least 1, or None where that is allowed."""
     if value is None and optional:

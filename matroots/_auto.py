@@ -25,10 +25,9 @@ from matroots.solvers._problem import Want
 from matroots.solvers.rational import approximant
 
 TYPICAL_CONDITION = 1e4  # assumed where no relative damping bounds it
-_EVD_ROUNDING = (
-    1.5  # times sqrt(n) u kappa / p: LAPACK's error and the rounding of a float64 input; 0.8 has been met
-)
-_RATIONAL_ROUNDING = 0.4  # times u kappa / p: twice the largest of 500 random draws
+# rounding errors of the methods are these times u kappa / p, about twice the largest in a thousand random draws
+_EVD_ROUNDING = 1.5  # times sqrt(n): LAPACK's, and of casting a float64 input to float32
+_RATIONAL_ROUNDING = 0.4
 _BOUND_SLACK = 10.0  # how far the proven bound that "rational" scales by may lie above the largest eigenvalue
 _SAFETY = 1.25  # on an estimate of the largest eigenvalue, which power iteration approaches from within
 _ROOT_SAFETY = 1.05  # on one of the norm of the root, whose p-th power counts
@@ -87,9 +86,10 @@ def choose(n: int, p: float, tol: float | None, rel_damping: float, like: Tensor
         precise = like.is_cpu and like.dtype != torch.float64
         return PRECISE if precise else Choice(EVD(), like.dtype, 0.0)
     bound = min(TYPICAL_CONDITION, 1.0 / rel_damping) if rel_damping > 0 else TYPICAL_CONDITION
-    expected = torch.tensor(
-        bound * _SAFETY * math.exp(min(p * math.log(_ROOT_SAFETY), 50.0))
-    )  # as `condition` will find it
+    margin = math.log(_SAFETY) + min(
+        p * math.log(_ROOT_SAFETY), 50.0
+    )  # that `condition` will put on top of it
+    expected = torch.tensor(bound * math.exp(margin))
     cost = costs(n, like.device.type)
     single = torch.float32
     candidates = [(cost.evd64, PRECISE), (cost.evd32, Choice(EVD(compute_dtype=single), single, 0.0))]

@@ -1,15 +1,12 @@
-"""What the commands share: errors of one line, types of arguments, the number of threads."""
+"""What the commands share: errors of one line, types of arguments."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import NoReturn, TypeVar
-
-import torch
 
 Item = TypeVar("Item")
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
@@ -45,17 +42,6 @@ def guarded(work: Callable[[], object], kept: str) -> int:
         sys.stderr.write(f"matroots: interrupted; {kept}\n")
         return INTERRUPTED
     return 0
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Let torch use ``count`` threads inside, and what it had afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def exponent(text: str) -> float:

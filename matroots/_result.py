@@ -44,8 +44,8 @@ class Status(IntEnum):
 _ADVICE = {
     Status.CONVERGED: "converged to the requested tolerance",
     Status.MAX_STEPS: (
-        "ran out of steps (or of polynomial degree) before the tolerance: increase max_steps, steps, degree"
-        " or the damping"
+        "ran out of steps (or degree, or poles) before the tolerance, or lies below the floor: increase max_steps, steps,"
+        " degree, poles or the damping"
     ),
     Status.STAGNATED: (
         "stopped at the precision limit, above the tolerance: use a wider dtype, more damping or a larger tol"

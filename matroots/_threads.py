@@ -38,7 +38,7 @@ def _watched() -> bool:
 
 def mapped(function: Callable[[Item], Result], items: Sequence[Item], threads: int) -> Iterator[Result]:
     """Return ``function`` of each item, in their order, computed by so many threads of one torch thread each."""
-    with _single_threaded(), ThreadPoolExecutor(threads) as pool:
+    with torch_threads(1), ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(function, item) for item in items]
         try:
             for future in futures:
@@ -49,10 +49,10 @@ def mapped(function: Callable[[Item], Result], items: Sequence[Item], threads: i
 
 
 @contextmanager
-def _single_threaded() -> Iterator[None]:
-    """Let threads that are started here compute with one torch thread, and restore the number on any exit."""
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch, and threads that are started inside, compute with ``count`` threads, and restore the number on any exit."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

@@ -104,12 +104,16 @@ def tune(
         The costs by size, in microseconds a matrix.
 
     Raises:
-        ValueError: for a size below 2, or no size.
+        ValueError: for a size below 2, no size, or a device that is not there.
         OSError: if the file cannot be written; nothing is kept then.
     """
     if not sizes or min(sizes) < 2:
         raise ValueError(f"sizes: expected at least one, each >= 2, got {sizes!r}")
     target = torch.device(device)
+    try:
+        torch.empty(1, device=target)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device: {device!r} cannot be used here: {error}") from error
     table = {}
     say(f"{'n':>5} {'evd32':>10} {'evd64':>10} {'pole':>10} {'fixed':>10}   us a matrix")
     for n in sorted(set(sizes)):

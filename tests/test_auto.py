@@ -277,3 +277,11 @@ def test_a_folder_that_cannot_be_written_is_an_error(cache):
     with pytest.raises(OSError, match="costs"):
         matroots.tune(sizes=(4,), say=lambda line: None)
     assert costs(32, "cpu") == _tune._DEFAULTS["cpu"][32]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_tune_names_a_device_that_is_not_there():
+    lines: list[str] = []
+    with pytest.raises(ValueError, match=r"^device: 'cuda' cannot be used here"):
+        matroots.tune("cuda", sizes=(4,), say=lines.append)
+    assert lines == []

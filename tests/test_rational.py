@@ -20,7 +20,6 @@ from matroots import Rational, Status, _prepare, _products, _solve
 from matroots._cholesky import (
     _cuts,
     add_gram,
-    has_factor,
     inverse_factor,
     lower_times,
     times_lower,
@@ -218,7 +217,6 @@ def test_inverse_factors_of_every_size(sizes, dtype):
         assert lower_residual(A, R) <= 20 * n * 100 * ROUNDOFF[dtype]
         exact = np.linalg.inv(np.linalg.cholesky(A[0].double().numpy()))
         assert np.abs(R[0].double().numpy() - exact).max() <= 1e3 * ROUNDOFF[dtype] * np.abs(exact).max()
-        assert has_factor(A).tolist() == [True, True]
 
 
 @pytest.mark.parametrize("n", [7, 40, 150, 300])
@@ -246,7 +244,6 @@ def test_a_member_without_a_factor_leaves_its_neighbours_alone(n, place):
         R, definite = inverse_factor(A)
         if bool(bad.isfinite().all()) or bool(bad.isnan().any()):
             assert definite.tolist() == [True, False, True]
-            assert has_factor(A).tolist() == [True, False, True]
         expected, _ = inverse_factor(good)
         torch.testing.assert_close(R[::2], expected[::2], rtol=1e-12, atol=1e-12)
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from matroots._command import InputError, Parser, count, exponent, guarded, seed, threads, unique
+from matroots._command import InputError, Parser, count, exponent, guarded, seed, unique
 from matroots._products import HALF_DTYPES
+from matroots._threads import torch_threads
 from matroots.bench._contestants import METHODS, Contestant, others, ours
 from matroots.bench._report import report
 from matroots.bench._run import Bench
@@ -52,7 +53,7 @@ def _main(argv: Sequence[str]) -> None:
     if settings.peers:
         rivals, notes = others()
         contestants += rivals
-    with threads(settings.threads):
+    with torch_threads(settings.threads):
         _run(settings, contestants, notes, shlex.join(["python", "-m", "matroots", "bench", *argv]))
 
 

@@ -33,7 +33,6 @@ class Contestant:
         dtypes: of the input that it makes sense for.
         devices: that it runs on.
         members: how many of the batch it is run on, where it takes one matrix at a time: its time is multiplied up.
-        certifies: whether its time includes certificates.
         units: a guess of its time per member in products of that size, where it should not even be tried if that is too long.
     """
 
@@ -44,7 +43,6 @@ class Contestant:
     dtypes: tuple[torch.dtype, ...] = (FP32, FP64)
     devices: tuple[str, ...] = ("cpu", "cuda")
     members: int | None = None
-    certifies: bool = False
     units: float = 0.0
 
 
@@ -56,7 +54,6 @@ class Method:
     how: str
     method: Callable[[float], str | Solver]
     tol: float | None = None
-    certifies: bool = False
     dtypes: tuple[torch.dtype, ...] = (FP32, FP64)
 
     def contestant(self, matmul_dtype: torch.dtype | None = None) -> Contestant:
@@ -71,9 +68,7 @@ class Method:
         if matmul_dtype is not None:  # fp64 input would be computed in fp32
             label = str(matmul_dtype).removeprefix("torch.")
             name, how, dtypes = f"{name}-{label}", f"{how}, matmul_dtype={label}", (FP32,)
-        return Contestant(
-            name, "ours", call, f"inv_root_ex(A, p, {how})", dtypes=dtypes, certifies=self.certifies
-        )
+        return Contestant(name, "ours", call, f"inv_root_ex(A, p, {how})", dtypes=dtypes)
 
 
 def _named(name: str) -> Method:

@@ -38,14 +38,6 @@ class Comparison:
             return math.nan
         return self.auto.ms / self.peer.ms
 
-    @property
-    def bare_ratio(self) -> float:
-        """The same without the cost of one certificate, which no peer has; NaN where that is not less than the whole."""
-        if self.auto is None or self.peer is None or not self.auto.certified_inside:
-            return self.ratio
-        bare = self.ratio - self.auto.certificate_ms / self.peer.ms
-        return bare if bare > 0 else math.nan
-
 
 def report(bench: Bench, notes: Sequence[str], *, figures: bool) -> Report:
     """Return the report on what has been measured so far."""
@@ -104,7 +96,7 @@ def _summary(bench: Bench, compared: Sequence[Comparison]) -> str:
     if ratios:
         faster = sum(ratio < 1 for ratio in ratios)
         text += (
-            f' "auto", asked for an error and certifying it, is faster than the fastest peer that reaches that error in {faster}'
+            f' "auto", asked for an error, is faster than the fastest peer that reaches that error in {faster}'
             f" of {len(ratios)} cases; the median of the ratios of their times is {median(ratios):.2f}."
         )
     return text
@@ -115,13 +107,11 @@ def _remarks(settings: Settings) -> list[str]:
     return [
         f"Batches fill {settings.megabytes:g} MiB. Times are of a whole batch ({device}): the median, and quartiles in the CSV, of runs"
         " in turn with all others, as many as the budget allows. (1x): of one call only. (k of b): of k members, multiplied up.",
-        "ratio: time of auto over that of the best peer, where both reach the error (! where auto does not). bare: without the time"
-        " of one certificate, which no peer has.",
+        "ratio: time of auto over that of the best peer, where both reach the error (! where auto does not).",
         "unit: one torch.bmm(out=) of the batch in the same dtype, timed in the same rounds.",
         f"Errors are relative, in the 2-norm, against the root known in fp64, of the first {settings.members} members at most; in"
         " float64 that is known to about 1e-16 times the condition number. failed: members of the whole batch without a root.",
-        "Times are without certificates, but for auto with a tolerance, whose certificate is part of the promise. certificate: the"
-        " time of one matroots.certify of the batch.",
+        "Times are without certificates. certificate: the time of one matroots.certify of the batch.",
         "Peers are other people's routines and transcriptions of published formulas; the best of them is the fastest that has no"
         " failed member and no measured error above the target.",
     ]
@@ -129,7 +119,7 @@ def _remarks(settings: Settings) -> list[str]:
 
 def _comparison_table(compared: Sequence[Comparison]) -> Table:
     columns = ["dtype", "p", "n", "cond.", "error", "best peer", "has", "ms", "best of ours", "has", "ms"]
-    columns += ["auto has", "ms", "ratio", "bare"]
+    columns += ["auto has", "ms", "ratio"]
     lines = []
     for one in compared:
         dtype, p, n, condition = one.key
@@ -144,7 +134,7 @@ def _comparison_table(compared: Sequence[Comparison]) -> Table:
         ]
         missed = one.auto is not None and not one.auto.reaches(one.target)
         line += [f"{_error(one.auto)}{'!' if missed else ''}", _ms(one.auto)]
-        lines.append([*line, fixed(one.ratio, 2), fixed(one.bare_ratio, 2)])
+        lines.append([*line, fixed(one.ratio, 2)])
     return Table("auto against the best peer of that accuracy", columns, lines)
 
 
@@ -184,7 +174,7 @@ def _record(one: Comparison) -> Record:
             f"{role}_ms": row.ms if row else math.nan,
             f"{role}_error": row.error_max if row else math.nan,
         }
-    return record | {"ratio": one.ratio, "ratio_without_certificate": one.bare_ratio}
+    return record | {"ratio": one.ratio}
 
 
 def _skip_record(skip: Skip) -> Record:

@@ -57,7 +57,6 @@ class Row:
     run_on: int
     bmm_ms: float
     certificate_ms: float
-    certified_inside: bool
     products: int | None
 
     def reaches(self, error: float) -> bool:
@@ -274,6 +273,5 @@ def _row(cell: Cell, batch: int, entry: Entry, spreads: dict[str, Spread]) -> Ro
         run_on=entry.run_on,
         bmm_ms=unit,
         certificate_ms=certificate if entry.contestant.kind == "ours" else math.nan,
-        certified_inside=entry.contestant.certifies,
         products=entry.products,
     )

@@ -16,7 +16,7 @@ import torch
 from scipy.fft import dct
 from torch import Tensor
 
-from matroots._arguments import check_count, check_number
+from matroots._arguments import check_count, check_fraction
 from matroots._exponent import Exponent
 from matroots._products import exceeds, frobenius, wide
 from matroots._result import Status
@@ -44,8 +44,7 @@ class Chebyshev(OfDefinite):
 
     def __post_init__(self) -> None:
         check_count("degree", self.degree)
-        if self.floor is not None and not 0 < check_number("floor", self.floor) < 1:
-            raise ValueError(f"floor: expected a number in (0, 1) or None, got {self.floor!r}")
+        check_fraction("floor", self.floor)
 
     def check(self, p: Exponent, tol: float | None, max_steps: int | None) -> None:
         """Raise ``ValueError`` when a keyword contradicts ``degree``; every p is taken."""

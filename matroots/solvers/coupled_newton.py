@@ -39,7 +39,7 @@ class CoupledNewton(OfDefinite):
         """Raise ``ValueError`` unless p is an integer, or when a keyword contradicts ``steps``."""
         if as_integer(p) is None:
             raise ValueError(
-                f'p: method "cn" takes an integer >= 1, got {p}; "evd" and "chebyshev" take any real p >= 1'
+                f'p: method "cn" takes an integer >= 1, got {p}; "evd", "rational" and "chebyshev" take any real p >= 1'
             )
         refuse_fixed("steps", self.steps, tol, max_steps, "CoupledNewton")
 

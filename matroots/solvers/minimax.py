@@ -18,7 +18,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from matroots._arguments import check_number
+from matroots._arguments import check_fraction, check_number
+from matroots._cholesky import smallest_eigenvalue_bound
 from matroots._exponent import Exponent, addition_chain, as_integer
 from matroots._products import Product, add_to_diagonal, frobenius
 from matroots._result import Status
@@ -26,7 +27,6 @@ from matroots.solvers._problem import OfDefinite, Problem, Solution
 from matroots.solvers._remez import minimax_step
 from matroots.solvers._steps import COSTS, Step, evaluate, two_factors
 from matroots.solvers.coupled_newton import root_from_inverse
-from matroots.solvers.rational import smallest_eigenvalue_bound
 
 DEGREES = (1, 2, 4, 8)  # 3 takes as many products as 4
 # between the floors of members: costs six products at most, and does not split a batch into many
@@ -120,8 +120,7 @@ class Minimax(OfDefinite):
     cushion: float | None = None
 
     def __post_init__(self) -> None:
-        if self.floor is not None and not 0 < check_number("floor", self.floor) < 1:
-            raise ValueError(f"floor: expected a number in (0, 1) or None, got {self.floor!r}")
+        check_fraction("floor", self.floor)
         if self.cushion is not None and check_number("cushion", self.cushion) > 0.25:
             raise ValueError(f"cushion: expected a number in [0, 1/4] or None, got {self.cushion!r}")
 
@@ -129,7 +128,7 @@ class Minimax(OfDefinite):
         """Raise ``ValueError`` unless p is an integer, and for ``max_steps``: the schedule is fixed by floor and tol."""
         if as_integer(p) is None:
             raise ValueError(
-                f'p: method "minimax" takes an integer >= 1, got {p}; "evd" and "chebyshev" take any real p >= 1'
+                f'p: method "minimax" takes an integer >= 1, got {p}; "evd", "rational" and "chebyshev" take any real p >= 1'
             )
         if max_steps is not None:
             raise ValueError(

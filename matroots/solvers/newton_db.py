@@ -45,7 +45,7 @@ class NewtonDB(OfDefinite):
         power = as_integer(p)
         if power is None or power < 2 or power & (power - 1):
             raise ValueError(
-                f'p: method "ndb" takes 2, 4, 8, ..., got {p}; "cn" takes any integer, "evd" and "chebyshev" any'
+                f'p: method "ndb" takes 2, 4, 8, ..., got {p}; "cn" takes any integer, "evd", "rational" and "chebyshev" any'
                 " real p >= 1"
             )
         refuse_fixed("steps", self.steps, tol, max_steps, "NewtonDB")

@@ -23,10 +23,10 @@ import torch
 from scipy.special import ellipj, ellipk, ellipkm1
 from torch import Tensor
 
-from matroots._arguments import check_count, check_number
-from matroots._cholesky import add_gram, inverse_factor
+from matroots._arguments import check_count, check_fraction
+from matroots._cholesky import add_gram, inverse_factor, smallest_eigenvalue_bound
 from matroots._exponent import Exponent
-from matroots._products import add_to_diagonal, exceeds, frobenius, wide
+from matroots._products import add_to_diagonal, exceeds, wide
 from matroots._result import Status
 from matroots.solvers._problem import OfDefinite, Problem, Solution, refuse_fixed
 
@@ -235,12 +235,10 @@ class Rational(OfDefinite):
 
     def __post_init__(self) -> None:
         check_count("poles", self.poles)
-        if self.error is not None and not 0 < check_number("error", self.error) < 1:
-            raise ValueError(f"error: expected a number in (0, 1) or None, got {self.error!r}")
+        check_fraction("error", self.error)
         if self.error is not None and self.poles is not None:
             raise ValueError(f"error: contradicts poles={self.poles}, which fixes the work; drop one")
-        if self.floor is not None and not 0 < check_number("floor", self.floor) < 1:
-            raise ValueError(f"floor: expected a number in (0, 1) or None, got {self.floor!r}")
+        check_fraction("floor", self.floor)
 
     @property
     def own_scaling(self) -> str:
@@ -354,17 +352,6 @@ def _target(problem: Problem) -> float:
     limit = problem.precision_limit
     room = limit if problem.tol is None else max(problem.tol - limit, problem.tol / 2)
     return max(math.expm1(math.log1p(room / problem.A.shape[-1] ** 0.5) / float(problem.p)), 2.0 * _U)
-
-
-def smallest_eigenvalue_bound(A: Tensor) -> Tensor:
-    """Return ``0.8 / ||A^{-1}||_F``, a lower bound on the smallest eigenvalue with room for rounding; 0 without a factor.
-
-    The norm is at most ``sqrt(n)`` times ``1/lambda_min``, in practice a few times. Rounding moves the smallest eigenvalue
-    by a u or two times the largest, in the worst of kernel matrices: below ``4 u`` this is an estimate and no bound.
-    """
-    R, definite = inverse_factor(A)
-    norm = frobenius(add_gram(torch.zeros_like(A), R.unsqueeze(1)))
-    return torch.where(definite & norm.isfinite(), 0.8 / norm, 0.0)
 
 
 def evaluate(r: Approximant, A: Tensor, sign: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from matroots._command import Parser, count, exponent, guarded, seed, threads, unique
+from matroots._command import Parser, count, exponent, guarded, seed, unique
+from matroots._threads import torch_threads
 from matroots.studies import accuracy, convergence, scaling, transfer
 from matroots.studies._inputs import check_range, default_matrices, load_matrices
 from matroots.studies._report import check_folder, circumstances, require_extras, say, show, write
@@ -42,7 +43,7 @@ def _main(argv: Sequence[str]) -> None:
 def _run(names: Sequence[str], settings: Settings, command: str) -> None:
     settings = settings.reduced()
     for name in names:
-        with threads(settings.threads):
+        with torch_threads(settings.threads):
             report = STUDIES[name][0](settings)
         paths = write(report, settings.out, circumstances(command, settings.seed, settings.threads))
         show(report)

@@ -20,10 +20,9 @@ same seed gives the same bits only under the same Python, torch and CPU type.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
+from matroots._threads import torch_threads
 from matroots.studies._report import require_extras, track
 
 __all__ = ["EARLY_STEP", "Recording", "main", "record_factors", "save_factors"]
@@ -265,7 +265,7 @@ def record_factors(steps: int = 300, seed: int = 0) -> Recording:
     generator = torch.Generator().manual_seed(seed)
     text = training_bytes()
     recording = Recording(factors={}, losses=[])
-    with _one_thread():
+    with torch_threads(1):
         for step in track(range(1, steps + 1), "training"):
             loss = _backward(model, *sample_batch(text, generator))
             recording.losses.append(loss)
@@ -323,17 +323,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recording = record_factors(options.steps, options.seed)
     save_factors(recording.factors, out)
     print(f"{out}: {out.stat().st_size} bytes, {len(recording.factors)} matrices")
-
-
-@contextlib.contextmanager
-def _one_thread() -> Generator[None, None, None]:
-    # The number of threads decides the order of summation, hence the last bits.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _backward(model: ByteModel, inputs: Tensor, targets: Tensor) -> float:
