@@ -1,0 +1,559 @@
+"""The optimizer: what happens in a step, and where its state lives."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT, StateDict
+
+from dash_optim import adamw
+from dash_optim.blocks import Geometry, geometry
+from dash_optim.diagnostics import Diagnostics, diagnose, summarise
+from dash_optim.grafting import Grafting, Scalar
+from dash_optim.names import parameter_name
+from dash_optim.options import DEFAULTS, STRUCTURE, normalise, recipe_of
+from dash_optim.refresh import due_blocks, over_budget, refresh, refresh_certified
+from dash_optim.stacks import Chunk, Parameter, Stack, build_stacks, element_names
+from dash_optim.stale import fraction_of
+from dash_optim.step import accumulate, apply, direction, gather
+from dash_optim.update import graft_ratio, norm
+from matroots.scaling import Scaling
+from matroots.solvers import Solver
+
+_FLAT = 2**16  # elements from which a vector is more likely a flattened matrix than a bias
+_UNSUPPORTED = {
+    "fused": "there is no fused kernel for preconditioned steps",
+    "capturable": "which roots are refreshed is decided on the host, and a captured graph would repeat one decision for ever",
+    "differentiable": "a step is taken without gradients",
+}
+
+
+class PreconditionerError(RuntimeError):
+    """A root has failed more often in a row than ``failure_budget`` allows; names parameter, block and status."""
+
+
+class NonfiniteGradientError(RuntimeError):
+    """A gradient has a NaN or an infinity and ``nonfinite="raise"``; raised before anything is changed."""
+
+
+class DASH(Optimizer):
+    """Shampoo on stacked blocks (Distributed Accelerated SHampoo, arXiv:2602.02016).
+
+    Each parameter is seen as a matrix ``rows x cols`` and cut into blocks. For a block with gradient G::
+
+        L <- b L + (1 - b) G G^T           R <- b R + (1 - b) G^T G          b = beta_factors
+        M <- beta1 M + (1 - beta1) G       U = (L + eps I)^{-1/p} M (R + eps I)^{-1/p}
+        W <- W (1 - lr weight_decay) - lr U ||D|| / ||U||
+
+    with averages divided by ``1 - b^t`` (``bias_correction``), ``eps = damping + rel_damping lambda_bound(L)`` and D the step of the grafted
+    method. Blocks of one shape, over all layers of a device, are one 3-D tensor. All options can differ between groups, and
+    all but those of the state's shape (`options.STRUCTURE`) may change during training.
+
+    Args:
+        params: as for every optimizer of ``torch.optim``: tensors, ``(name, tensor)`` pairs or groups.
+        lr: learning rate, that of the grafted method (Adam's, unless ``grafting`` says otherwise); a number or a tensor of one element.
+        betas: decay of the gradient average (0: no average is kept), and of the second moment of grafting and AdamW.
+        block_size: largest side of a block; ``inf`` for one block a parameter.
+        p: order of the root; None is 2k for a tensor with k factors: 4 for matrices, as in the paper. Any value that the method takes, also
+            ``"8/3"``; 2 is the steeper filter that trained best where it was measured (docs/dash.md).
+        method: "auto" (`options.Recipe.solver_for`), or what ``matroots.inv_root`` takes: "evd", "cn", "ndb", "chebyshev", "minimax", "rational", or an
+            instance such as ``NewtonDB(steps=10)``.
+        scaling, matmul_dtype, tol, max_steps: as for ``matroots.inv_root``.
+        damping, rel_damping: eps, in units of the (corrected) factor and of its :func:`matroots.lambda_bound`.
+        beta_factors: decay of the factors; 1.0 sums them, as AdaGrad does.
+        bias_correction: divide averages of gradients and factors by ``1 - decay^t``.
+        update_freq: steps between refreshes of a root.
+        start_step: so many steps are the grafted method's own.
+        refresh: "interval", all roots every ``update_freq`` steps; "staggered", an ``update_freq``-th of the blocks each step; "certified", a root
+            whenever it is not proven to be within ``refresh_tol`` (needs p = a/b with even a; looks at the device each step).
+        refresh_tol: relative error of a root in the 2-norm that "certified" tolerates.
+        failure_budget: so many failures of a root in a row are borne with the last good one; one more raises `PreconditionerError`.
+        grafting: "adam", "rmsprop", "adagrad", "sgd", an instance such as ``Adam(beta2=0.99)``, or None: U as it is.
+        grafting_scope: norms of each "block" or of the whole "layer".
+        momentum, nesterov: as in ``torch.optim.SGD``, on U.
+        weight_decay: decoupled, ``W <- W (1 - lr weight_decay)``, of every parameter in the group, whatever its shape.
+        maximize: climb instead.
+        algorithm: "dash", or "adamw" for the whole group.
+        one_d: vectors by "adamw", or by "dash" with one factor. Scalars are always AdamW's.
+        nd: tensors of more than two dimensions as a "matrix" (first, all others), or as a "tensor" with a factor for each dimension.
+        max_factor_dim: a dimension longer than this has no factor.
+        eps: of AdamW.
+        factor_dtype: of averages, factors and roots: ``torch.float32`` or ``float64``; None: float64 for float64 parameters, else float32.
+        stacking: over the whole "device", each "layer", or "none": one block at a time.
+        max_batch: blocks worked on at once, which bounds the workspace; None: what a cache holds.
+        nonfinite: a step with a NaN or an infinity in any gradient is left out ("skip"; accelerators decide without the host), or raises ("raise").
+        foreach: accepted; blocks are always worked on in batches.
+        fused, capturable, differentiable: refused when true.
+
+    Raises:
+        ValueError, TypeError: for options that are not possible, naming them.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = DEFAULTS["lr"],
+        betas: tuple[float, float] = DEFAULTS["betas"],
+        *,
+        block_size: float = DEFAULTS["block_size"],
+        p: Any = DEFAULTS["p"],
+        method: str | Solver | Mapping[str, Any] = DEFAULTS["method"],
+        scaling: str | Scaling | Mapping[str, Any] | None = DEFAULTS["scaling"],
+        matmul_dtype: torch.dtype | str | None = DEFAULTS["matmul_dtype"],
+        tol: float | None = DEFAULTS["tol"],
+        max_steps: int | None = DEFAULTS["max_steps"],
+        damping: float = DEFAULTS["damping"],
+        rel_damping: float = DEFAULTS["rel_damping"],
+        beta_factors: float = DEFAULTS["beta_factors"],
+        bias_correction: bool = DEFAULTS["bias_correction"],
+        update_freq: int = DEFAULTS["update_freq"],
+        start_step: int = DEFAULTS["start_step"],
+        refresh: str = DEFAULTS["refresh"],
+        refresh_tol: float = DEFAULTS["refresh_tol"],
+        failure_budget: int = DEFAULTS["failure_budget"],
+        grafting: str | Grafting | Mapping[str, Any] | None = DEFAULTS["grafting"],
+        grafting_scope: str = DEFAULTS["grafting_scope"],
+        momentum: float = DEFAULTS["momentum"],
+        nesterov: bool = DEFAULTS["nesterov"],
+        weight_decay: float = DEFAULTS["weight_decay"],
+        maximize: bool = DEFAULTS["maximize"],
+        algorithm: str = DEFAULTS["algorithm"],
+        one_d: str = DEFAULTS["one_d"],
+        nd: str = DEFAULTS["nd"],
+        max_factor_dim: float = DEFAULTS["max_factor_dim"],
+        eps: float = DEFAULTS["eps"],
+        factor_dtype: torch.dtype | str | None = DEFAULTS["factor_dtype"],
+        stacking: str = DEFAULTS["stacking"],
+        max_batch: int | None = DEFAULTS["max_batch"],
+        nonfinite: str = "skip",
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        given = locals()
+        _refuse_unsupported(
+            foreach=foreach, fused=fused, capturable=capturable, differentiable=differentiable
+        )
+        if nonfinite not in ("skip", "raise"):
+            raise ValueError(f"nonfinite: expected 'skip' or 'raise', got {nonfinite!r}")
+        defaults = {name: given[name] for name in DEFAULTS} | {"nonfinite": nonfinite}
+        normalise(defaults)
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore; the stacks are rebuilt from the state by the next step."""
+        super().__setstate__(state)
+        self._stacks = None
+
+    _stacks: list[Stack] | None = None
+    _snapshot: tuple[Any, ...] = ()
+    _skipped: Scalar = 0.0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; what it does not say is as it was said to the optimizer."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            normalise(group)
+            if group["nonfinite"] != self.defaults["nonfinite"]:
+                raise ValueError("nonfinite: is one for all groups; give it to DASH itself")
+            for param in group["params"]:
+                _check_parameter(group, param)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._stacks = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take one step on the gradients as they are; parameters without one are left alone, and so is ``grad``.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            NonfiniteGradientError: before anything changes, with ``nonfinite="raise"``.
+            PreconditionerError: after the step, when roots keep failing.
+            TypeError: for a sparse gradient, before anything changes.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        active = [(group, _with_gradient(group)) for group in self.param_groups]
+        found = self._nonfinite(active)
+        if found is True:
+            self._skipped += 1
+        elif any(params for _, params in active):
+            self._update(active, found)
+        return loss
+
+    def _nonfinite(self, active: list[tuple[dict[str, Any], list[Tensor]]]) -> Tensor | bool:
+        """Return whether a gradient is not finite: True or False where looking is free, else a tensor, 1.0 or 0.0."""
+        gradients = [param.grad for _, params in active for param in params if param.grad is not None]
+        filled = [gradient for gradient in gradients if gradient.numel()]
+        if not filled:
+            return False
+        device = filled[0].device
+        largest = torch.stack([size.to(device, torch.float32) for size in _largest(filled)])
+        found = ~torch.isfinite(largest).all()
+        if self.defaults["nonfinite"] == "raise" and bool(found):
+            raise NonfiniteGradientError(self._describe_nonfinite(active))
+        if self.defaults["nonfinite"] == "raise":
+            return False
+        return bool(found) if _looking_is_free(found) else found.float()
+
+    def _describe_nonfinite(self, active: list[tuple[dict[str, Any], list[Tensor]]]) -> str:
+        """Return which gradient is not finite, and what it looks like."""
+        for group, params in active:
+            for param in params:
+                grad = param.grad
+                if grad is None or bool(torch.isfinite(grad).all()):
+                    continue
+                finite = grad[torch.isfinite(grad)].double()
+                extent = f"{float(finite.min()):.3g} to {float(finite.max()):.3g}" if len(finite) else "none"
+                step = int(self.state[param]["step"]) + 1 if "step" in self.state[param] else 1
+                return (
+                    f"gradient of {parameter_name(group, param)}: {grad.numel() - len(finite)} of {grad.numel()} elements are NaN or"
+                    f" infinite at its step {step}; the finite ones are {extent}, of norm {float(finite.norm()):.3g}. Nothing was changed;"
+                    " nonfinite='skip' leaves such steps out"
+                )
+        return "gradients: not finite"
+
+    def _update(self, active: list[tuple[dict[str, Any], list[Tensor]]], found: Tensor | bool) -> None:
+        """Update all parameters that have a gradient."""
+        self._ensure_state(active)
+        stacks = self._current_stacks()
+        skip = found if isinstance(found, Tensor) else None
+        taken: Scalar = 1.0 if skip is None else 1.0 - skip
+        if skip is not None:
+            self._skipped = self._skipped + skip
+        preconditioned = set()
+        for group, params in active:
+            mine = [param for param in params if "calls" in self.state[param]]
+            for param in mine:
+                self.state[param]["calls"] += 1
+            if mine:
+                torch._foreach_add_([self.state[param]["step"] for param in mine], taken)
+            others = [param for param in params if param.numel() and "calls" not in self.state[param]]
+            if others:
+                steps = [self.state[param]["step"] for param in others]
+                adamw.update(others, self.state, group, steps, skip)
+            preconditioned.update(mine)
+        late: list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]] = []
+        for stack in stacks:
+            late += self._step_stack(stack, preconditioned, taken)
+        _apply_by_layer(late, taken)
+        self._check_budget(stacks)
+
+    def _step_stack(
+        self, stack: Stack, active: set[Tensor], taken: Scalar
+    ) -> list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]]:
+        """Update one stack; return what waits for the norms of whole layers: U, its factor and ``||D||``."""
+        calls = [int(self.state[member.param]["calls"]) for member in stack.members]
+        start = stack.recipe.start_step
+        phases = [
+            (1 + (count > start)) if member.param in active else 0
+            for member, count in zip(stack.members, calls, strict=True)
+        ]
+        if not any(phases):
+            return []
+        chunks = stack.chunks(phases)
+        steps = torch.stack([self.state[member.param]["step"] for member in stack.members])
+        t = steps.to(stack.sides[0].record.dtype)[stack.member_of]
+        due = due_blocks(stack, chunks, calls)
+        certified = stack.recipe.refresh == "certified"
+        waiting = []
+        for chunk in chunks:
+            G = gather(stack, chunk, taken)
+            accumulate(stack, chunk, G, taken)
+            if certified and chunk.preconditioned:
+                refresh_certified(stack, chunk, t)
+            if due is None:
+                waiting += _finish(stack, chunk, G, t, taken)
+        if due is not None:
+            refresh(stack, due, t)
+            for chunk in chunks:
+                waiting += _finish(stack, chunk, None, t, taken)
+        return waiting
+
+    def _ensure_state(self, active: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+        """Give a state to parameters that see their first gradient."""
+        for group, params in active:
+            for param in params:
+                own = self.state[param]
+                if "step" in own:
+                    continue
+                own["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+                if route(group, param).classes:
+                    own["calls"] = 0
+                else:
+                    adamw.init_state(own, param)
+                self._stacks = None
+
+    def _current_stacks(self) -> list[Stack]:
+        """Return the stacks, rebuilt if parameters or options have changed so that they no longer fit."""
+        snapshot = tuple(
+            (recipe_of(group), *(str(group[name]) for name in STRUCTURE)) for group in self.param_groups
+        )
+        if self._stacks is not None and snapshot != self._snapshot and not self._adopt():
+            self._stacks = None
+        self._snapshot = snapshot
+        if self._stacks is None:
+            self._stacks = build_stacks(self._parameters(), self.state)
+        return self._stacks
+
+    def _adopt(self) -> bool:
+        """Give the stacks the recipes that their groups have now; False if those differ within a stack or want other state."""
+        assert self._stacks is not None
+        for stack in self._stacks:
+            recipes = {recipe_of(member.group) for member in stack.members}
+            recipe = recipes.pop()
+            same = (
+                not recipes
+                and element_names(recipe) == list(stack.elements)
+                and recipe.exponent(len(stack.factored)) == stack.p
+                and recipe.stacking == stack.recipe.stacking
+                and recipe.max_batch == stack.recipe.max_batch
+            )
+            if not same:
+                return False
+            stack.recipe = recipe
+        return True
+
+    def _parameters(self) -> list[Parameter]:
+        """Return the parameters that have been preconditioned so far, in the order of the groups."""
+        found, blocks = [], 0
+        for group in self.param_groups:
+            recipe = recipe_of(group)
+            for param in dict.fromkeys(group["params"]):
+                seen = route(group, param)
+                own = self.state.get(param, {})
+                if ("calls" in own) != bool(seen.classes) and "step" in own:
+                    raise ValueError(
+                        f"{parameter_name(group, param)}: its state is that of another path than the options of its group say"
+                    )
+                _check_state(group, param, seen, own)
+                if "calls" in own:
+                    found.append(Parameter(param, group, recipe, seen, blocks))
+                blocks += seen.blocks
+        return found
+
+    def _check_budget(self, stacks: list[Stack]) -> None:
+        """Raise if a root has failed too often."""
+        for stack in stacks:
+            message = over_budget(stack)
+            if message is not None:
+                raise PreconditionerError(message)
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load a checkpoint; every tensor keeps its own dtype, on the device of its parameter.
+
+        Raises:
+            ValueError: for a checkpoint of other groups, or of options that its tensors do not fit, such as another ``block_size``; nothing is
+                changed then.
+        """
+        loaded: list[StateDict] = []
+
+        def check(optimizer: Optimizer, incoming: StateDict) -> None:
+            _check_groups(self.param_groups, incoming["param_groups"])
+            loaded.append(incoming)
+
+        handle = self.register_load_state_dict_pre_hook(
+            check
+        )  # after the user's own hooks, which may rewrite it
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        self._restore_dtypes(loaded[0])
+
+    def _restore_dtypes(self, incoming: StateDict) -> None:
+        """Put tensors back that torch has cast to their parameter's dtype, which loses bits of float32 averages."""
+        ids = [i for group in incoming["param_groups"] for i in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for i, param in zip(ids, params, strict=True):
+            for name, value in incoming["state"].get(i, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[param][name] = value.detach().clone().to(param.device)
+        self._stacks = None
+
+    def diagnostics(self, *, certify: bool = False) -> Diagnostics:
+        """Return what is known of each preconditioned block; see :class:`Diagnostics`. Looks at the device.
+
+        Args:
+            certify: compute a certified error of each current root against the current factor (``matroots.certify``), which takes several
+                products in float64; without it there is one only with ``refresh="certified"``.
+        """
+        return diagnose(self._built(), self.state, float(self._skipped), certify=certify)
+
+    def summary(self) -> str:
+        """Return a table: for each parameter its path, view and blocks, then the stacks and the memory of the state."""
+        return summarise(self.param_groups, self._built(), self.state, route)
+
+    def _built(self) -> list[Stack]:
+        return self._current_stacks() if self._parameters() else []
+
+
+def _finish(
+    stack: Stack, chunk: Chunk, G: Tensor | None, t: Tensor, taken: Scalar
+) -> list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]]:
+    """Move the parameters of a chunk, or return what has to wait for the norms of whole layers."""
+    U, factor, D_norm = direction(stack, chunk, G, t, taken)
+    if D_norm is None:
+        apply(stack, chunk, U, factor, taken)
+        return []
+    if stack.recipe.grafting_scope == "layer":
+        return [(stack, chunk, U, factor, D_norm)]
+    _apply_grafted(stack, chunk, U, factor, D_norm, norm(U).to(t.dtype) * factor, taken)
+    return []
+
+
+def _apply_grafted(
+    stack: Stack, chunk: Chunk, U: Tensor, factor: Tensor, D_norm: Tensor, U_norm: Tensor, taken: Scalar
+) -> None:
+    """Bring U to the length of D, and keep the coefficient for :meth:`DASH.diagnostics`."""
+    ratio = graft_ratio(D_norm, U_norm)
+    if stack.ratio is None:
+        stack.ratio = torch.full((stack.blocks,), torch.nan, dtype=ratio.dtype, device=ratio.device)
+    stack.ratio[chunk.span] = ratio
+    apply(stack, chunk, U, factor * ratio, taken)
+
+
+def _apply_by_layer(waiting: list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]], taken: Scalar) -> None:
+    """Graft whole parameters: the squares of the norms of all their blocks, of whatever shape, are added first."""
+    squares: dict[Tensor, Tensor] = defaultdict(lambda: torch.zeros(()))
+    pieces = []
+    for stack, chunk, U, factor, D_norm in waiting:
+        U_norm = norm(U).to(D_norm.dtype) * factor
+        both = torch.stack([D_norm, U_norm]).square()
+        for member, _, where in chunk.pieces:
+            squares[member.param] = squares[member.param].to(both) + both[:, where].sum(1)
+        pieces.append((stack, chunk, U, factor))
+    for stack, chunk, U, factor in pieces:
+        lengths = torch.cat(
+            [
+                squares[member.param].sqrt().unsqueeze(-1).expand(2, where.stop - where.start)
+                for member, _, where in chunk.pieces
+            ],
+            dim=1,
+        )
+        _apply_grafted(stack, chunk, U, factor, lengths[0], lengths[1], taken)
+
+
+def route(group: dict[str, Any], param: Tensor) -> Geometry:
+    """Return how a parameter is cut into blocks; without any it is AdamW's."""
+    nothing = Geometry(tuple(param.shape), ())
+    if group["algorithm"] == "adamw" or (param.ndim == 1 and group["one_d"] == "adamw"):
+        return nothing
+    return geometry(tuple(param.shape), group["block_size"], group["max_factor_dim"], group["nd"])
+
+
+def _with_gradient(group: dict[str, Any]) -> list[Tensor]:
+    """Return the parameters of a group that have a gradient, each once; raise for a sparse one."""
+    params = []
+    for param in dict.fromkeys(group["params"]):
+        if param.grad is None:
+            continue
+        if param.grad.layout != torch.strided:
+            raise TypeError(
+                f"gradient of {parameter_name(group, param)}: expected a dense tensor, got layout {param.grad.layout}; use"
+                " torch.optim.SparseAdam for it, or Embedding(sparse=False)"
+            )
+        params.append(param)
+    return params
+
+
+def _largest(gradients: list[Tensor]) -> list[Tensor]:
+    """Return the largest absolute value of each gradient, NaN where it has one; it cannot overflow as a norm can."""
+    return [torch.linalg.vector_norm(gradient, ord=torch.inf) for gradient in gradients]
+
+
+def _looking_is_free(found: Tensor) -> bool:
+    """Return whether the host can read a tensor without waiting for a device."""
+    return found.is_cpu
+
+
+def _refuse_unsupported(**flags: bool | None) -> None:
+    """Raise for what other optimizers of torch can do and this one cannot."""
+    if flags.pop("foreach") is False:
+        raise ValueError(
+            "foreach: blocks are always worked on in batches; use stacking='none' for one at a time"
+        )
+    for name, value in flags.items():
+        if value:
+            raise ValueError(f"{name}: not supported: {_UNSUPPORTED[name]}")
+
+
+def _check_parameter(group: dict[str, Any], param: Tensor) -> None:
+    """Raise if the options cannot serve a parameter; warn if it looks like a matrix that something has flattened."""
+    name = parameter_name(group, param)
+    if not param.is_floating_point():
+        raise TypeError(f"{name}: expected a real floating-point parameter, got {param.dtype}")
+    if param.layout != torch.strided or type(param).__name__ == "DTensor":
+        raise TypeError(
+            f"{name}: expected a dense, unsharded tensor, got {type(param).__name__}, {param.layout}"
+        )
+    if (
+        group["algorithm"] == "dash"
+        and param.ndim == 1
+        and (hasattr(param, "ds_shape") or param.numel() >= _FLAT)
+    ):
+        warnings.warn(
+            f"{name}: a vector of {param.numel()} elements, which {group['one_d']} will update: was it a matrix that a sharding library has"
+            " flattened? DASH needs the original shapes",
+            stacklevel=5,
+        )
+    factors = route(group, param).factors
+    if factors:
+        recipe = recipe_of(group)
+        p = recipe.exponent(factors)
+        try:
+            recipe.solver_for(p)
+            if recipe.refresh == "certified":
+                fraction_of(p)
+        except ValueError as error:
+            raise ValueError(f"{name}, p={float(p):g}: {error}") from error
+
+
+def _check_groups(groups: list[dict[str, Any]], incoming: list[dict[str, Any]]) -> None:
+    """Raise if a checkpoint's groups were made with options that give the state another shape."""
+    if len(groups) != len(incoming):
+        raise ValueError(f"state_dict: expected {len(groups)} parameter groups, got {len(incoming)}")
+    for i, (group, other) in enumerate(zip(groups, incoming, strict=True)):
+        if len(group["params"]) != len(other["params"]):
+            raise ValueError(
+                f"state_dict: group {i} has {len(other['params'])} parameters, the optimizer's has {len(group['params'])}"
+            )
+        for name in STRUCTURE:
+            if name not in other:
+                raise ValueError(f"state_dict: group {i} has no {name!r}: it is not a checkpoint of DASH")
+            if other[name] != group[name]:
+                raise ValueError(
+                    f"{name}: the checkpoint's group {i} has {other[name]!r}, the optimizer {group[name]!r}; construct it with"
+                    f" {name}={other[name]!r} to continue"
+                )
+
+
+def _check_state(group: dict[str, Any], param: Tensor, seen: Geometry, own: dict[str, Any]) -> None:
+    """Raise if a parameter's state was made for blocks of another size."""
+    names = {blocks.name: blocks for blocks in seen.classes}
+    for key, value in own.items():
+        shape, _, _ = key.partition(".")
+        if shape == key:
+            continue
+        if shape not in names or value.shape[0] != names[shape].count:
+            raise ValueError(
+                f"block_size: the state of {parameter_name(group, param)} has {value.shape[0]} blocks of {shape}, its group's options give"
+                f" {[(blocks.count, blocks.name) for blocks in seen.classes]}"
+            )
