@@ -86,5 +86,4 @@ def _scaled(m: Tensor, v: Tensor | None, eps: Scalar) -> Tensor:
     root = v.sqrt()
     if isinstance(eps, Tensor):
         eps = eps.to(v.dtype).reshape(-1, *(1,) * (v.ndim - 1))
-    D = torch.div(m, root.add_(eps), out=root)
-    return D
+    return torch.div(m, root.add_(eps), out=root)

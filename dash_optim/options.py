@@ -335,14 +335,14 @@ def _checked_decay(name: str, value: Any, *, one: bool = False) -> float:
     return number
 
 
-def _checked_size(name: str, value: Any, least: int) -> int | float:
-    if isinstance(value, float) and math.isinf(value) and value > 0:
-        return value
-    if isinstance(value, bool) or not isinstance(value, Real) or value != int(value):
+def _checked_size(name: str, value: Any, least: int) -> float:
+    """Return a size as an ``int``, or ``inf``."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected an integer or inf, got {value!r}")
-    if value < least:
+    size = float(value)
+    if not size >= least or not (size.is_integer() or math.isinf(size)):
         raise ValueError(f"{name}: expected an integer >= {least} or inf, got {value}")
-    return int(value)
+    return size if math.isinf(size) else int(size)
 
 
 def _plain_exponent(p: Any) -> int | float | str | None:

@@ -38,12 +38,9 @@ beta I`` as last certified (NaN: never), and the ``1 - b^t`` that the factor was
 
 FIELD: Final = {name: i for i, name in enumerate(RECORD)}
 
-_CHUNK_BYTES = (
-    4 * 2**20
-)  # of one buffer of a chunk of blocks on the CPU: a step goes through about eight of them
-_DEVICEFIELD: Final = {name: i for i, name in enumerate(RECORD)}
-
-_CHUNK_BYTES = 256 * 2**20  # on accelerators: workspace, not cache
+# of one buffer of a chunk of blocks: on CPUs a step goes through about eight of them, which the cache shall hold
+_CHUNK_BYTES = 4 * 2**20
+_DEVICE_CHUNK_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, eq=False)

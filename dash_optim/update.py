@@ -32,7 +32,8 @@ def unfold(G: Tensor, dim: int) -> Tensor:
         return G.unsqueeze(-1)
     if G.ndim == 3:
         return G if dim == 0 else G.mT
-    return G.movedim(dim + 1, 1).flatten(2)
+    unfolded: Tensor = G.movedim(dim + 1, 1).flatten(2)
+    return unfolded
 
 
 def mode_product(X: Tensor, M: Tensor, dim: int) -> Tensor:
@@ -42,13 +43,14 @@ def mode_product(X: Tensor, M: Tensor, dim: int) -> Tensor:
     if M.ndim == 3:
         return torch.bmm(X, M) if dim == 0 else torch.bmm(M, X)
     moved = M.movedim(dim + 1, 1)
-    product = torch.bmm(X, moved.flatten(2)).unflatten(2, moved.shape[2:])
+    product: Tensor = torch.bmm(X, moved.flatten(2)).unflatten(2, moved.shape[2:])
     return product.movedim(1, dim + 1)
 
 
 def norm(U: Tensor) -> Tensor:
     """Return the Frobenius norm of each block, ``(b,)``."""
-    return torch.linalg.vector_norm(U, dim=tuple(range(1, U.ndim)))
+    length: Tensor = torch.linalg.vector_norm(U, dim=tuple(range(1, U.ndim)))
+    return length
 
 
 def graft_ratio(D_norm: Tensor, U_norm: Tensor) -> Tensor:

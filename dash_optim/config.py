@@ -1,0 +1,89 @@
+"""An optimizer from a mapping, as it comes from YAML: ``optimizer: {type: dash, block_size: 1024, update_freq: 1}``.
+
+Names are those of the Python keywords. An unknown one is refused, with the nearest that is known.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from dash_optim.dash import DASH
+
+OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {
+    "dash": DASH,
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "muon": torch.optim.Muon,
+}
+
+
+def from_config(params: ParamsT, config: Mapping[str, Any] | str | Path) -> Optimizer:
+    """Return the optimizer that a configuration describes.
+
+    Args:
+        params: as for every optimizer of ``torch.optim``.
+        config: a mapping with ``type`` ("dash", or "adamw", "adam", "sgd", "muon" of ``torch.optim``) and options by their Python names, or one with
+            such a mapping under ``optimizer``; or the path of a YAML file that holds one (extra ``config``).
+
+    Raises:
+        TypeError: for an option that the optimizer does not have, naming the nearest that it has.
+        ValueError: for an unknown ``type`` or a value that an option cannot have.
+
+    >>> w = torch.nn.Parameter(torch.zeros(4, 4))
+    >>> opt = from_config([w], {"optimizer": {"type": "dash", "block_size": 2, "matmul_dtype": "fp16", "scaling": "power"}})
+    >>> type(opt).__name__, opt.param_groups[0]["block_size"]
+    ('DASH', 2)
+    """
+    if isinstance(config, (str, Path)):
+        config = read_yaml(Path(config))
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config: expected a mapping, got {type(config).__name__}")
+    options = dict(config.get("optimizer", config))
+    kind = options.pop("type", "dash")
+    if kind not in OPTIMIZERS:
+        raise ValueError(f"optimizer.type: expected one of {sorted(OPTIMIZERS)}, got {kind!r}")
+    build = OPTIMIZERS[kind]
+    known = [name for name in inspect.signature(build).parameters if name != "params"]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]!r}?" if near else f"{kind} has {sorted(known)}"
+            raise TypeError(f"optimizer.{name}: {kind} has no such option; {hint}")
+    return build(params, **{name: _number(value) for name, value in options.items()})
+
+
+def read_yaml(path: Path) -> Any:
+    """Return what a YAML file holds."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError(
+            "config: reading YAML needs the extra 'config': pip install 'matroots[config]'"
+        ) from error
+    with path.open() as stream:
+        return yaml.safe_load(stream)
+
+
+def _number(value: Any) -> Any:
+    """Return a number that YAML 1.1 takes for a string (``1e-3`` has no point) as one; other strings as they are."""
+    if isinstance(value, str) and value[:1] in "+-.0123456789" and "/" not in value:
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    if isinstance(value, str) and value.lstrip("+.").lower() in ("inf", "infinity"):
+        return float("inf")
+    if isinstance(value, list):
+        return tuple(_number(element) for element in value)
+    if isinstance(value, Mapping):
+        return {key: _number(element) for key, element in value.items()}
+    return value
