@@ -71,7 +71,8 @@ def _due(stack: Stack, sides: Sides, span: slice, t: Tensor) -> Tensor:
     record[:, FIELD["damping"]] = torch.where(kept, eps, record[:, FIELD["damping"]])
     record[:, FIELD["correction"]] = torch.where(kept, c, record[:, FIELD["correction"]])
     record[:, FIELD["skipped"]] += kept
-    return (~kept).nonzero().squeeze(-1).cpu() + span.start
+    due: Tensor = (~kept).nonzero().squeeze(-1).cpu() + span.start
+    return due
 
 
 def aged(stack: Stack, F: Tensor, record: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
