@@ -18,6 +18,8 @@ from matroots._prepare import (
     EMPTY_ROW,
     Prepared,
     decoupled,
+    flag_zero_rows,
+    largest_entry,
     members_of,
     prepare,
     prove_definite,
@@ -143,7 +145,10 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
         scale = _scale(decoupled(prepared), options)
         floor = scale * solver.designed_floor(options.rel_damping, options.lowest)
         eps = prepared.damping
-        prepared, covered = prove_definite(prepared, floor, unit_roundoff(A.dtype), want != "root")
+        if options.assume_positive:
+            prepared = flag_zero_rows(prepared) if want != "root" else prepared
+        else:
+            prepared, covered = prove_definite(prepared, floor, unit_roundoff(A.dtype), want != "root")
         if options.operands is not None:
             prepared = raise_damping(prepared, options.operands.least_eigenvalue(float(options.p)))
             covered = covered | exceeds(prepared.A, floor)
@@ -177,10 +182,10 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
 
 def _unusable(root: Tensor, computed: Tensor) -> Tensor:
     """Return whether a root has overflown its dtype, or vanished in half precision, ``(b,)``."""
-    largest = root.abs().amax((-2, -1))
+    largest = largest_entry(root)
     if root.dtype not in HALF_DTYPES:
         return ~torch.isfinite(largest)
-    return ~torch.isfinite(largest) | ((largest == 0) & (computed.abs().amax((-2, -1)) > 0))
+    return ~torch.isfinite(largest) | ((largest == 0) & (largest_entry(computed) > 0))
 
 
 def _lost(X: Tensor, covered: Tensor, options: Options) -> Tensor:
@@ -230,8 +235,9 @@ def _returned(
     whole = torch.floor(sign * prepared.exponent * b / a)
     rest = (sign * prepared.exponent * b - whole * a) / a
     factor = scale ** (sign / float(p)) * torch.exp2(rest) / 2
-    doubled = torch.add(root, root.mT).mul_(factor.to(root.dtype).reshape(-1, 1, 1))
-    result = rescaled(doubled, whole)
+    result = torch.add(root, root.mT).mul_(factor.to(root.dtype).reshape(-1, 1, 1))
+    if may_hold(whole != 0):
+        result = rescaled(result, whole)
     if sign > 0:
         empty = prepared.zero_rows
         result.masked_fill_(empty.unsqueeze(-1) | empty.unsqueeze(-2), 0.0)
