@@ -7,7 +7,6 @@ need better are solved again.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 import torch

@@ -61,4 +61,5 @@ def largest_eigenvalue(A: Tensor) -> Tensor:
     usable = W.isfinite().all(-1).all(-1)
     Q = torch.linalg.qr(torch.where(usable.reshape(-1, 1, 1), W, 1.0).mT).Q
     H = torch.bmm(torch.bmm(Q.mT, A), Q).nan_to_num(1.0, 1.0, 1.0)
-    return torch.linalg.eigvalsh(H)[:, -1].to(wide(A.device)).masked_fill(~usable, torch.nan)
+    largest: Tensor = torch.linalg.eigvalsh(H)[:, -1]
+    return largest.to(wide(A.device)).masked_fill(~usable, torch.nan)
