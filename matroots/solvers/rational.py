@@ -364,7 +364,7 @@ def evaluate(r: Approximant, A: Tensor, sign: int) -> tuple[Tensor, Tensor]:
     ``x / (x + s) = 1 - s/(x + s)``: the root needs no product with A.
     """
     n = A.shape[-1]
-    at_once = min(_POLES_AT_ONCE, len(r.shifts))
+    at_once = max(1, min(_POLES_AT_ONCE, len(r.shifts)))  # no poles for the power 0
     held = max(1, _STACK // (at_once * n * n * A.element_size())) if A.is_cpu else len(A)
     parts = [_sum_of_inverses(r, part, sign) for part in A.split(held)]
     X, definite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
