@@ -34,7 +34,7 @@ def decomposition_rounding(condition: Tensor, n: int, p: float, u: float) -> Ten
 
 
 def sum_rounding(condition: Tensor, n: int, p: float, u: float) -> Tensor:
-    """Return it for a sum of inverses, ``c = (sqrt(n) + 1) / 2``: 1.7 times the largest of 300 random draws, ten times that of log-spaced spectra."""
+    """Return it for a sum of inverses, ``c = (sqrt(n) + 1) / 2``: 1.7 times or more what the worst six of 300 random draws needed."""
     return rounding(0.5 * (math.sqrt(n) + 1.0) * u * condition, n, p, u)
 
 
