@@ -50,6 +50,11 @@ _CACHE = 12 * 2**20
 
 def solve(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor]:
     """Solve in chunks of ``max_batch`` members; return the result and, for a pair, ``A^{1/p}`` beside it."""
+    return solve_judged(A, options, want)[:2]
+
+
+def solve_judged(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor, Tensor]:
+    """Return the same and the solver's estimate of its error from rounding, NaN where it has none; float64."""
     n, batch = A.shape[-1], A.shape[:-2]
     b = math.prod(batch)
     if isinstance(options.solver, EVD) and n > LAPACK_LIMIT:
@@ -60,7 +65,8 @@ def solve(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor]:
         whole = _collected(_chunks(A.detach(), chunk_size(A, options), options, want), b)
     small = {name: field.reshape((*batch, *field.shape[1:])) for name, field in whole.diagnostics.items()}
     roots = [root.reshape(A.shape) for root in whole.roots]
-    return InvRoot(root=roots[0], **small, certificate=None), roots[-1]
+    rounding = small.pop("rounding")
+    return InvRoot(root=roots[0], **small, certificate=None), roots[-1], rounding
 
 
 def chunk_size(A: Tensor, options: Options) -> int:
@@ -74,7 +80,7 @@ def chunk_size(A: Tensor, options: Options) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some members' roots (one, or the inverse and the other) and the fields of :class:`InvRoot` beside ``root``."""
+    """Some members' roots (one, or the inverse and the other), the fields of :class:`InvRoot` beside ``root``, and "rounding"."""
 
     roots: tuple[Tensor, ...]
     diagnostics: dict[str, Tensor]
@@ -85,7 +91,7 @@ def _nothing(A: Tensor, b: int) -> _Part:
     zero = torch.zeros(b, dtype=wide(A.device), device=A.device)
     count = zero.to(torch.int64)
     counts = {"status": count.to(torch.int32), "steps": count, "matmuls": count}
-    values = dict.fromkeys(("residual", "scale", "bound", "damping"), zero)
+    values = dict.fromkeys(("residual", "scale", "bound", "damping", "rounding"), zero)
     return _Part((torch.empty_like(A.detach()),), {**counts, **values, "history": zero.new_empty(b, 0)})
 
 
@@ -170,10 +176,13 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     if may_hold(failed):
         for root in roots:
             root.masked_fill_(failed.reshape(-1, 1, 1), torch.nan)
+    unknown = torch.full_like(scale, torch.nan)
+    rounding = unknown if solution.rounding is None else solution.rounding
     diagnostics = {
         "status": status,
         "steps": solution.steps.masked_fill(unsolved, 0),
         "residual": solution.residual.masked_fill(failed, torch.nan),
+        "rounding": rounding.masked_fill(failed | unsolved, torch.nan),
         "history": solution.history.masked_fill(unsolved.unsqueeze(-1), torch.nan),
         "matmuls": solution.matmuls + (options.scaling.matmuls if solver.needs_definite else 0),
     }
@@ -213,6 +222,7 @@ def _problem(prepared: Prepared, scale: Tensor, covered: Tensor, options: Option
         lowest=options.lowest,
         covered=covered,
         multiply=Product(options.operands),
+        judged=options.certified_tol is not None,
     )
 
 
