@@ -14,6 +14,8 @@ import pytest
 import torch
 from dash_reference import Graft, Reference
 
+import dash_optim
+
 Shapes = Iterable[tuple[int, ...]]
 Groups = list[dict[str, Any]]
 Gradients = list[list[np.ndarray | None]]
@@ -126,11 +128,6 @@ def case(row: dict[str, Any], **more: Any) -> tuple[dict[str, Any], Gradients]:
     return {"params": starts, "lr": 0.01, **options}, gradients
 
 
-def library() -> Any:
-    """The package under test."""
-    return pytest.importorskip("dash_optim")  # until it exists
-
-
 def by_reference(groups: Groups, gradients: Gradients, **defaults: Any) -> list[list[np.ndarray]]:
     """All parameters after each step of the reference."""
     reference = Reference(groups, **{k: v for k, v in defaults.items() if k not in ("method", "stacking")})
@@ -142,12 +139,12 @@ def by_dash(groups: Groups, gradients: Gradients, **defaults: Any) -> list[list[
     parameters = [torch_parameters(group["params"]) for group in groups]
     groups = [{**translated(group), "params": p} for group, p in zip(groups, parameters, strict=True)]
     options = {"method": "evd", "factor_dtype": torch.float64, **translated(defaults)}
-    return torch_steps(library().DASH(groups, **options), [p for own in parameters for p in own], gradients)
+    return torch_steps(dash_optim.DASH(groups, **options), [p for own in parameters for p in own], gradients)
 
 
 def translated(options: dict[str, Any]) -> dict[str, Any]:
     """The same options with the library's own grafting objects."""
-    grafting = library().grafting
+    grafting = dash_optim.grafting
     graft = options.get("grafting")
     if not isinstance(graft, Graft):
         return options

@@ -78,8 +78,8 @@ def mode_product(G: np.ndarray, X: np.ndarray, i: int) -> np.ndarray:
 
 
 def inverse_root(F: np.ndarray, p: float, damping: float, rel_damping: float) -> np.ndarray:
-    """``(F + eps I)^{-1/p}``, ``eps = damping + rel_damping min(||F||_F, ||F||_inf)``; the identity where F is zero."""
-    if not F.any():
+    """``(F + eps I)^{-1/p}``, ``eps = damping + rel_damping min(||F||_F, ||F||_inf)``; the identity where F is zero and not damped."""
+    if not F.any() and damping == 0:
         return np.eye(len(F))
     eps = damping + rel_damping * min(np.linalg.norm(F), np.abs(F).sum(axis=1).max())
     eigenvalues, Q = np.linalg.eigh(F)
