@@ -24,12 +24,13 @@ from dash_cases import (
     by_dash,
     by_reference,
     case,
-    library,
     problem,
     torch_parameters,
     torch_steps,
 )
 from dash_reference import Graft, Options, Reference, Shampoo
+
+import dash_optim
 
 NEVER = 10**6  # a start_step that no test reaches
 
@@ -97,7 +98,7 @@ def test_all_shapes_at_once(block_size, stacking):
 def test_defaults_are_those_of_the_reference():
     starts, gradients = problem(ALL_SHAPES, steps=15)
     assert_agreement([{"params": starts}], gradients)
-    keywords = inspect.signature(library().DASH).parameters
+    keywords = inspect.signature(dash_optim.DASH).parameters
     expected = {
         k: v for k, v in asdict(Options()).items() if k != "grafting"
     }  # by name or object: the run shows it
