@@ -76,8 +76,8 @@ def _refresh_part(stack: Stack, sides: Sides, which: slice | Tensor, t: Tensor) 
     steps = t.repeat(len(sides.dims))[which]
     c = correction(recipe.beta_factors if recipe.bias_correction else 1.0, steps)
     damping = recipe.damping * c if recipe.damping else 0.0
-    solver = recipe.solver_for(stack.p)
-    result = inv_root_ex(F, stack.p, method=solver, damping=damping, **recipe.keywords)
+    keywords = recipe.keywords(stack.p, sides.size, F.dtype)
+    result = inv_root_ex(F, stack.p, damping=damping, **keywords)
     X = result.root.mul_((c ** (1 / p)).to(F.dtype).reshape(-1, 1, 1))
     failed = result.status >= int(Status.DIVERGED)
     empty = failed & (result.bound == 0)  # no gradient has come yet: nothing to precondition, and no failure
