@@ -110,8 +110,9 @@ def _chunks(A: Tensor, size: int, options: Options, want: Want) -> Iterator[_Par
 
     # a generator has one state, and a mode of torch's one thread
     threads = workers(b, n) if A.is_cpu and generator is None else 1
-    if threads > 1:
-        size = min(size, -(-b // threads))
+    if threads > 1:  # as many chunks as keep every thread busy to the end
+        rounds = -(-b // (size * threads))
+        size = -(-b // (threads * rounds))
     starts = range(0, b, size)
     if threads > 1 and balanced(b, size, threads):
         yield from mapped(part, starts, threads)
