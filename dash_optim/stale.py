@@ -103,7 +103,7 @@ def largest_eigenvalue(F: Tensor, X: Tensor, c: Tensor, eps: Tensor, p: Exponent
     From ``||S^q w||`` for q = 1, ..., 3 and eight vectors w; rounding is followed and added.
     """
     a, b = fraction_of(p).as_integer_ratio()
-    A = F.to(torch.float64).div_(c.reshape(-1, 1, 1))
+    A = F.to(torch.float64) / c.reshape(-1, 1, 1)  # a copy: F is the state itself
     A.diagonal(dim1=-2, dim2=-1).add_(eps.unsqueeze(-1))
     X = X.to(torch.float64)
     n = A.shape[-1]
