@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from dash_optim.stacks import Chunk, Parameter, Stack, build_stacks, element_nam
 from dash_optim.stale import fraction_of
 from dash_optim.step import accumulate, apply, direction, gather
 from dash_optim.update import graft_ratio, norm
+from matroots._products import wide
 from matroots.scaling import Scaling
 from matroots.solvers import Solver
 
@@ -87,7 +89,8 @@ class DASH(Optimizer):
         factor_dtype: of averages, factors and roots: ``torch.float32`` or ``float64``; None: float64 for float64 parameters, else float32.
         stacking: over the whole "device", each "layer", or "none": one block at a time.
         max_batch: blocks worked on at once, which bounds the workspace; None: what a cache holds.
-        nonfinite: a step with a NaN or an infinity in any gradient is left out ("skip"; accelerators decide without the host), or raises ("raise").
+        nonfinite: a step with a NaN or an infinity in any gradient, or in its squares, is left out ("skip"; accelerators decide without the host),
+            or raises ("raise").
         foreach: accepted; blocks are always worked on in batches.
         fused, capturable, differentiable: refused when true.
 
@@ -199,14 +202,19 @@ class DASH(Optimizer):
         return loss
 
     def _nonfinite(self, active: list[tuple[dict[str, Any], list[Tensor]]]) -> Tensor | bool:
-        """Return whether a gradient is not finite: True or False where looking is free, else a tensor, 1.0 or 0.0."""
-        gradients = [param.grad for _, params in active for param in params if param.grad is not None]
-        filled = [gradient for gradient in gradients if gradient.numel()]
+        """Return whether a gradient is not finite, or its squares are not: True or False where looking is free, else a tensor, 1.0 or 0.0."""
+        filled = [
+            (param.grad, _ceiling(group, param))
+            for group, params in active
+            for param in params
+            if param.grad is not None and param.grad.numel()
+        ]
         if not filled:
             return False
-        device = filled[0].device
-        largest = torch.stack([size.to(device, torch.float32) for size in _largest(filled)])
-        found = ~torch.isfinite(largest).all()
+        device = filled[0][0].device
+        sizes = [size.to(device, wide(device)) for size in _largest([gradient for gradient, _ in filled])]
+        largest = torch.stack(torch._foreach_div(sizes, [ceiling for _, ceiling in filled]))
+        found = ~(largest <= 1.0).all()  # NaN is not either
         if self.defaults["nonfinite"] == "raise" and bool(found):
             raise NonfiniteGradientError(self._describe_nonfinite(active))
         if self.defaults["nonfinite"] == "raise":
@@ -218,15 +226,18 @@ class DASH(Optimizer):
         for group, params in active:
             for param in params:
                 grad = param.grad
-                if grad is None or bool(torch.isfinite(grad).all()):
+                if grad is None:
                     continue
-                finite = grad[torch.isfinite(grad)].double()
+                good = grad.abs() <= _ceiling(group, param)
+                if bool(good.all()):
+                    continue
+                finite = grad[good].double()
                 extent = f"{float(finite.min()):.3g} to {float(finite.max()):.3g}" if len(finite) else "none"
-                step = int(self.state[param]["step"]) + 1 if "step" in self.state[param] else 1
+                step = int(self.state.get(param, {}).get("step", 0)) + 1
                 return (
-                    f"gradient of {parameter_name(group, param)}: {grad.numel() - len(finite)} of {grad.numel()} elements are NaN or"
-                    f" infinite at its step {step}; the finite ones are {extent}, of norm {float(finite.norm()):.3g}. Nothing was changed;"
-                    " nonfinite='skip' leaves such steps out"
+                    f"gradient of {parameter_name(group, param)}: {grad.numel() - len(finite)} of {grad.numel()} elements are NaN,"
+                    f" infinite or so large that their squares are, at its step {step}; the others are {extent}, of norm"
+                    f" {float(finite.norm()):.3g}. Nothing was changed; nonfinite='skip' leaves such steps out"
                 )
         return "gradients: not finite"
 
@@ -235,7 +246,7 @@ class DASH(Optimizer):
         self._ensure_state(active)
         stacks = self._current_stacks()
         skip = found if isinstance(found, Tensor) else None
-        taken: Scalar = 1.0 if skip is None else 1.0 - skip
+        taken: Scalar = 1.0 if skip is None else 1.0 - skip.to(wide(skip.device))
         if skip is not None:
             self._skipped = self._skipped + skip
         preconditioned = set()
@@ -271,6 +282,8 @@ class DASH(Optimizer):
         chunks = stack.chunks(phases)
         steps = torch.stack([self.state[member.param]["step"] for member in stack.members])
         t = steps.to(stack.sides[0].record.dtype)[stack.member_of]
+        if isinstance(taken, Tensor):
+            t = t.clamp_min(1.0)  # left out as the very first: a correction 1 - b^0 would make 0/0 of what is multiplied by 0
         due = due_blocks(stack, chunks, calls)
         certified = stack.recipe.refresh == "certified"
         waiting = []
@@ -472,6 +485,13 @@ def _with_gradient(group: dict[str, Any]) -> list[Tensor]:
             )
         params.append(param)
     return params
+
+
+def _ceiling(group: dict[str, Any], param: Tensor) -> float:
+    """Return up to where no element, squared and summed over the parameter, overflows the averages: an infinity would never leave them."""
+    wide_enough = param.dtype == torch.float64 and group["factor_dtype"] != torch.float32
+    dtype = torch.float64 if wide_enough else torch.float32
+    return math.sqrt(torch.finfo(dtype).max / param.numel())
 
 
 def _largest(gradients: list[Tensor]) -> list[Tensor]:
