@@ -319,12 +319,23 @@ class DASH(Optimizer):
         snapshot = tuple(
             (recipe_of(group), *(str(group[name]) for name in STRUCTURE)) for group in self.param_groups
         )
+        if self._stacks is not None and not self._in_place():
+            self._stacks = None
         if self._stacks is not None and snapshot != self._snapshot and not self._adopt():
             self._stacks = None
         self._snapshot = snapshot
         if self._stacks is None:
             self._stacks = build_stacks(self._parameters(), self.state)
         return self._stacks
+
+    def _in_place(self) -> bool:
+        """Whether the stacks still are what the state shows, and their groups those of the optimizer: both can be replaced from outside."""
+        assert self._stacks is not None
+        groups = {id(group) for group in self.param_groups}
+        return all(
+            all(id(member.group) in groups for member in stack.members) and stack.is_shown(self.state)
+            for stack in self._stacks
+        )
 
     def _adopt(self) -> bool:
         """Give the stacks the recipes that their groups have now; False if those differ within a stack or want other state."""

@@ -7,7 +7,7 @@ of square blocks are ``(blocks, 2, n, n)``, and their roots are computed as one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -104,6 +104,7 @@ class Stack:
         None  # most failures in a row, on the CPU; from accelerators it arrives when it arrives
     )
     plans: dict[tuple[int, ...], list[Chunk]] = field(default_factory=dict)
+    views: list[tuple[Tensor, str, int]] = field(default_factory=list)  # in the state: of whom, its key, its memory
 
     @property
     def blocks(self) -> int:
@@ -130,6 +131,14 @@ class Stack:
     def side_of(self) -> dict[int, tuple[Sides, int]]:
         """For each dimension that has a factor, where it is."""
         return {dim: (sides, j) for sides in self.sides for j, dim in enumerate(sides.dims)}
+
+    def is_shown(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether the state of the parameters still consists of the views that were put there."""
+        for param, key, place in self.views:
+            part = state.get(param, {}).get(key)
+            if part is None or part.data_ptr() != place:
+                return False
+        return True
 
     def most(self, size: int) -> int:
         """Return how many blocks, or matrices of this side, are worked on at once."""
@@ -266,4 +275,5 @@ class _Maker:
             if key in own:
                 part.copy_(own[key])
             own[key] = part
+            stack.views.append((member.param, key, part.data_ptr()))
         return whole
