@@ -46,7 +46,7 @@ def update(
             [],
             [steps[i] for i in chosen],
             fused=True,
-            found_inf=skip,
+            found_inf=None if skip is None else skip.to(device),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -56,9 +56,9 @@ def update(
             maximize=group["maximize"],
         )
         for kept, used in ((mine, working), (squares, squared)):
-            copied = [(k, u) for k, u in zip(kept, used, strict=True) if k is not u]
-            if copied:
-                torch._foreach_copy_(*(list(side) for side in zip(*copied, strict=True)))
+            changed = [i for i, (k, u) in enumerate(zip(kept, used, strict=True)) if k is not u]
+            if changed:
+                torch._foreach_copy_([kept[i] for i in changed], [used[i] for i in changed])
 
 
 def _laid_out(t: Tensor, average: Tensor) -> Tensor:
