@@ -254,8 +254,9 @@ class DASH(Optimizer):
             mine = [param for param in params if "calls" in self.state[param]]
             for param in mine:
                 self.state[param]["calls"] += 1
-            if mine:
-                torch._foreach_add_([self.state[param]["step"] for param in mine], taken)
+            for device in dict.fromkeys(param.device for param in mine):
+                there = [self.state[param]["step"] for param in mine if param.device == device]
+                torch._foreach_add_(there, _on(device, taken))
             others = [param for param in params if param.numel() and "calls" not in self.state[param]]
             if others:
                 steps = [self.state[param]["step"] for param in others]
@@ -263,7 +264,7 @@ class DASH(Optimizer):
             preconditioned.update(mine)
         late: list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]] = []
         for stack in stacks:
-            late += self._step_stack(stack, preconditioned, taken)
+            late += self._step_stack(stack, preconditioned, _on(stack.device, taken))
         _apply_by_layer(late, taken)
         self._check_budget(stacks)
 
@@ -393,14 +394,16 @@ class DASH(Optimizer):
             _check_groups(self.param_groups, incoming["param_groups"])
             loaded.append(incoming)
 
-        handle = self.register_load_state_dict_pre_hook(
-            check
-        )  # after the user's own hooks, which may rewrite it
+        # after the user's hooks that may rewrite the checkpoint, and before those that may rewrite the state
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(
+            lambda optimizer: self._restore_dtypes(loaded[0]), prepend=True
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
-        self._restore_dtypes(loaded[0])
+            before.remove()
+            after.remove()
 
     def _restore_dtypes(self, incoming: StateDict) -> None:
         """Put tensors back that torch has cast to their parameter's dtype, which loses bits of float32 averages."""
@@ -472,7 +475,12 @@ def _apply_by_layer(waiting: list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]], 
             ],
             dim=1,
         )
-        _apply_grafted(stack, chunk, U, factor, lengths[0], lengths[1], taken)
+        _apply_grafted(stack, chunk, U, factor, lengths[0], lengths[1], _on(stack.device, taken))
+
+
+def _on(device: torch.device, taken: Scalar) -> Scalar:
+    """Return the mask where it is needed: the parameters of a model may be on several devices."""
+    return taken.to(device) if isinstance(taken, Tensor) else taken
 
 
 def route(group: dict[str, Any], param: Tensor) -> Geometry:

@@ -33,8 +33,8 @@ RECORD: Final = (
     "correction",
 )
 """What is kept for each factor, in this order: the step of its last refresh (0: never); the status of the last solve, and how many have failed
-in a row; roots computed, refreshes skipped (refresh="certified"), and solves failed, in all; and of the root in use: the eps on its factor, ``alpha I <= X^{p/2} (F + eps I) X^{p/2} <=
-beta I`` as last certified (NaN: never), and the ``1 - b^t`` that the factor was divided by."""
+in a row; roots computed, refreshes skipped (refresh="certified"), and solves failed, in all; and of the root in use: the eps on its factor, ``alpha I <= (X^{p/2} (F + eps I) X^{p/2})^b <= beta I``, p = a/b,
+as last certified (NaN: never), and the ``1 - b^t`` that the factor was divided by."""
 
 FIELD: Final = {name: i for i, name in enumerate(RECORD)}
 

@@ -5,7 +5,8 @@ Let ``A = F/c + eps I`` be the damped, corrected factor and ``S = X^{a/2} A^b X^
 ``max(1 - alpha^{1/a}, beta^{1/a} - 1)``, however old it is.
 
 alpha is free: a factor loses nothing but by its decay, ``F_t >= b F_{t-1}``, so ``A_t >= g A_{t-1}`` with ``g = min(b c_{t-1} / c_t, eps_t / eps_{t-1})``,
-less what rounding the factor may take, and ``alpha_t >= alpha_{t-1} g^b``. beta is bounded from random vectors
+less what rounding the factor may take, and ``alpha_t >= alpha_{t-1} g^b`` (of ``(X^{p/2} A X^{p/2})^b``, which S becomes by Loewner-Heinz: powers above 1
+do not keep the order, so S itself may lose more, the bound on X does not). beta is bounded from random vectors
 (Halko, Martinsson, Tropp 2011, lemma 4.1): ``P(||S^q|| > theta sqrt(2/pi) max_i ||S^q w_i||) <= theta^{-k}`` for k Gaussian w.
 """
 
@@ -57,10 +58,9 @@ def certified_due(stack: Stack, sides: Sides, chunk: Chunk, t: Tensor) -> Tensor
         beta[pick] = largest_eigenvalue(F[pick], X[pick], c[pick], eps[pick], stack.p)
     error = torch.maximum(1 - alpha ** (1 / a), beta ** (1 / a) - 1)
     kept = error <= stack.recipe.refresh_tol  # False where nothing is known (NaN)
-    record[:, FIELD["alpha"]] = torch.where(kept, alpha, record[:, FIELD["alpha"]])
-    record[:, FIELD["beta"]] = torch.where(kept, beta, record[:, FIELD["beta"]])
-    record[:, FIELD["damping"]] = torch.where(kept, eps, record[:, FIELD["damping"]])
-    record[:, FIELD["correction"]] = torch.where(kept, c, record[:, FIELD["correction"]])
+    # of the others too: if the solve fails the old root stays, and it has aged by this step
+    for name, values in (("alpha", alpha), ("beta", beta), ("damping", eps), ("correction", c)):
+        record[:, FIELD[name]] = values
     record[:, FIELD["skipped"]] += kept
     return (~kept).nonzero().squeeze(-1).cpu() + chunk.start * s
 
