@@ -586,13 +586,15 @@ def _check_groups(groups: list[dict[str, Any]], incoming: list[dict[str, Any]]) 
 
 def _check_state(group: dict[str, Any], param: Tensor, seen: Geometry, own: dict[str, Any]) -> None:
     """Raise if a parameter's state was made for blocks of another size."""
-    names = {blocks.name: blocks for blocks in seen.classes}
-    for key, value in own.items():
-        shape, _, _ = key.partition(".")
-        if shape == key:
-            continue
-        if shape not in names or value.shape[0] != names[shape].count:
-            raise ValueError(
-                f"block_size: the state of {parameter_name(group, param)} has {value.shape[0]} blocks of {shape}, its group's options give"
-                f" {[(blocks.count, blocks.name) for blocks in seen.classes]}"
-            )
+    found = {key.partition(".")[0]: value.shape[0] for key, value in own.items() if "." in key}
+    expected = {blocks.name: blocks.count for blocks in seen.classes}
+    if found and found != expected:
+        raise ValueError(
+            f"block_size: the state of {parameter_name(group, param)} has {_listed(found)}, its shape and its group's options give"
+            f" {_listed(expected)}"
+        )
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    """Return how many blocks there are of each shape."""
+    return " and ".join(f"{count} of {shape}" for shape, count in counts.items()) or "no blocks"

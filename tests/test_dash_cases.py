@@ -163,6 +163,30 @@ def close(W: Tensor, reference: Naive | np.ndarray, tol: float = 1e-9) -> bool:
     return bool(gap.max(initial=0.0) <= tol * max(1.0, np.abs(truth).max(initial=0.0)))
 
 
+# factors, whatever is done with them
+
+
+@pytest.mark.parametrize("refresh", SCHEDULES)
+@pytest.mark.parametrize("stacking", STACKINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("method", ["auto", "evd", "ndb", "cn"])
+def test_factors_are_averages_and_roots_do_not_touch_them(
+    refresh: str, stacking: str, dtype: torch.dtype, method: str
+) -> None:
+    (W,) = parameters((8, 4), dtype=dtype)
+    opt = DASH([W], block_size=4, refresh=refresh, stacking=stacking, method=method, update_freq=2)
+    truth = torch.zeros(2, 2, 4, 4, dtype=torch.float64)
+    for step in range(6):
+        give([W], step)
+        opt.step()
+        opt.diagnostics(certify=True)
+        assert W.grad is not None
+        G = W.grad.double().reshape(2, 4, 4)
+        truth = 0.95 * truth + 0.05 * torch.stack([G @ G.mT, G.mT @ G], dim=1)
+    u = torch.finfo(dtype).eps
+    assert torch.allclose(opt.state[W]["4x4.factors_4"].double(), truth, rtol=0, atol=32 * u)
+
+
 # B01 a zero gradient is no 0/0
 
 
@@ -551,7 +575,7 @@ def resumed(
     fresh = [nn.Parameter(torch.full_like(param, 3.0)) for param in params]
     other = DASH(fresh, **options)
     if used:
-        train(other, fresh, range(50, 57))
+        train(other, fresh, range(50, 53))
     with torch.no_grad():
         for param, value in zip(fresh, params, strict=True):
             param.copy_(value)
@@ -561,13 +585,11 @@ def resumed(
 
 @pytest.mark.parametrize("stacking", STACKINGS)
 @pytest.mark.parametrize("refresh", SCHEDULES)
-@pytest.mark.parametrize("used", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resumed_equals_uninterrupted_and_not_cold(
-    stacking: str, refresh: str, used: bool, dtype: torch.dtype
-) -> None:
+def test_resumed_equals_uninterrupted_and_not_cold(stacking: str, refresh: str) -> None:
     options: dict[str, Any] = {"block_size": 4, "stacking": stacking, "refresh": refresh, "update_freq": 3}
     options |= {"momentum": 0.9, "lr": 0.05, "weight_decay": 0.01}
+    used = stacking != "none"
+    dtype = torch.bfloat16 if stacking == "layer" else torch.float32
     params = parameters((8, 6), (8, 6), (4, 9), (5,), (3, 3), dtype=dtype)
     opt = DASH(params, **options)
     seen, never = params[:4], params[4]
@@ -581,10 +603,10 @@ def test_resumed_equals_uninterrupted_and_not_cold(
         train(run, mine[:4], range(5, 7))
         mine[0].grad = None  # the first of a stack, frozen after the resume
         run.step()
-        train(run, mine, range(7, 10))
+        train(run, mine, range(7, 9))
     assert same(params, fresh)
     assert not torch.equal(params[0], cold_params[0])
-    assert float(opt.state[never]["step"]) == 3
+    assert float(opt.state[never]["step"]) == 2
     for a, b in zip(params, fresh, strict=True):
         assert opt.state[a].keys() == other.state[b].keys()
         ours, theirs = tensors(opt, a), tensors(other, b)
@@ -679,9 +701,24 @@ def test_a_step_with_a_bad_gradient_is_as_if_it_had_not_been(bad: float, refresh
     assert same(runs[0][0], runs[1][0])
 
 
-@pytest.mark.parametrize("grafting", GRAFTINGS)
-@pytest.mark.parametrize("options", [{}, {"grafting_scope": "layer"}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"refresh": "certified", "refresh_tol": 1e-9}, {"start_step": 2}, {"betas": (0.0, 0.0)}, {"beta_factors": 1.0}, {"bias_correction": False, "damping": 1e-3}, {"lr": torch.tensor(0.1)}, {"stacking": "none"}, {"one_d": "dash"}], ids=str)  # fmt: skip
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+MASKED: list[tuple[dict[str, Any], str]] = [
+    *(({}, grafting) for grafting in GRAFTINGS),
+    *(({"grafting_scope": "layer"}, grafting) for grafting in GRAFTINGS),
+    *(({"momentum": 0.9}, grafting) for grafting in ("none", "adam")),
+    ({"momentum": 0.9, "nesterov": True}, "rmsprop"),
+    *(({"refresh": "certified", "refresh_tol": 1e-9}, grafting) for grafting in ("none", "adam")),
+    *(({"start_step": 2}, grafting) for grafting in GRAFTINGS),
+    *(({"betas": (0.0, 0.0)}, grafting) for grafting in GRAFTINGS),
+    ({"beta_factors": 1.0}, "adagrad"),
+    *(({"bias_correction": False, "damping": 1e-3}, grafting) for grafting in ("none", "adam")),
+    ({"lr": torch.tensor(0.1)}, "adam"),
+    ({"stacking": "none"}, "rmsprop"),
+    ({"one_d": "dash"}, "adagrad"),
+]
+
+
+@pytest.mark.parametrize(("options", "grafting"), MASKED, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_masked_path_leaves_out_what_the_plain_path_does(
     grafting: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -868,21 +905,24 @@ def test_roots_are_computed_as_often_as_the_schedule_says(
     assert sum(done) == sum(per_step)
 
 
-@pytest.mark.parametrize("p", [2, "8/3", 4])
-def test_it_beats_gradient_descent_on_an_ill_conditioned_quadratic(p: Any) -> None:
-    A, B = torch.diag(torch.logspace(0, -4, 8).double()), torch.diag(torch.logspace(0, -4, 6).double())
-    losses = {}
-    for method in ("dash", "sgd"):
-        (W,) = parameters((8, 6))
-        rate = 0.3
-        opt: Any = DASH([W], p=p, grafting="sgd", lr=rate, update_freq=1, betas=(0.0, 0.0)) if method == "dash" else torch.optim.SGD([W], lr=rate)  # fmt: skip
-        for _ in range(30):
-            loss = 0.5 * (A @ W @ B * W).sum()
-            opt.zero_grad()
-            loss.backward()
-            opt.step()
-        losses[method] = float(0.5 * (A @ W @ B * W).sum())
-    assert losses["dash"] < 0.5 * losses["sgd"]
+@pytest.mark.parametrize(("p", "exponent"), [(2, -1.0), ("8/3", -0.5), (4, 0.0), (8, 0.5)])
+@pytest.mark.parametrize("grafting", [None, "sgd"])
+def test_a_first_step_has_the_singular_values_of_the_formula(
+    p: Any, exponent: float, grafting: str | None
+) -> None:
+    """``U = (G G^T)^{-1/p} G (G^T G)^{-1/p}`` has ``s^(1 - 4/p)``, far from those of the gradient, as no other method's step."""
+    (W,) = parameters((8, 6))
+    Q, s, V = torch.linalg.svd(W.detach(), full_matrices=False)
+    s = torch.logspace(0, -3, 6).double()
+    before = W.detach().clone()
+    opt = DASH([W], p=p, grafting=grafting, lr=1.0, betas=(0.0, 0.0), method="evd", rel_damping=0.0, damping=1e-14)
+    W.grad = (Q * s) @ V
+    opt.step()
+    found = torch.linalg.svdvals(before - W.detach())
+    expected = (s**exponent).sort(descending=True).values
+    if grafting:
+        expected *= s.norm() / expected.norm()
+    assert torch.allclose(found, expected, rtol=1e-6)
 
 
 # B28 accumulated gradients are gradients
@@ -1184,7 +1224,7 @@ def test_two_runs_are_equal_whatever_memory_held_before(refresh: str, method: st
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"grafting_scope": "layer", "momentum": 0.9},
-    {"refresh": "certified"},
+    {"refresh": "certified", "refresh_tol": 1e-9},
     {"stacking": "layer"},
     {"stacking": "none"},
     {"max_batch": 2},
@@ -1371,7 +1411,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused() -> None:
         DASH([W]).load_state_dict(other.state_dict())
 
 
-@pytest.mark.parametrize("change", [{"update_freq": 1}, {"method": "evd"}, {"method": NewtonDB(steps=40)}, {"damping": 1e-2}, {"refresh": "staggered"}, {"refresh": "certified"}, {"stacking": "none"}, {"max_batch": 1}, {"betas": (0.8, 0.9)}, {"start_step": 9}, {"weight_decay": 0.5}, {"momentum": 0.9}, {"failure_budget": 0}, {"scaling": "power"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("change", [{"update_freq": 1}, {"method": "evd"}, {"method": {"type": "ndb", "steps": 40}}, {"damping": 1e-2}, {"refresh": "staggered"}, {"refresh": "certified"}, {"stacking": "none"}, {"max_batch": 1}, {"betas": (0.8, 0.9)}, {"start_step": 9}, {"weight_decay": 0.5}, {"momentum": 0.9}, {"failure_budget": 0}, {"scaling": "power"}], ids=str)  # fmt: skip
 def test_options_may_change_during_training(change: dict[str, Any]) -> None:
     """What is changed in the groups is what an optimizer made with it, and given the same state, does."""
     params = parameters((8, 6), (5,))
@@ -1480,7 +1520,7 @@ def test_parameters_that_cannot_be_served_are_named(param: nn.Parameter) -> None
 
 
 def test_a_method_that_cannot_take_p_is_named_with_the_parameter() -> None:
-    with pytest.raises(ValueError, match=r"'w', p=6: .*p=6"):
+    with pytest.raises(ValueError, match=r"'w', p=6: .*\"ndb\" takes"):
         DASH([("w", nn.Parameter(torch.zeros(4, 5, 3)))], nd="tensor", method="ndb")
     with pytest.raises(ValueError, match=r"'w', p=3: .*certified"):
         DASH([("w", nn.Parameter(torch.zeros(4, 5)))], p=3, refresh="certified")
