@@ -18,7 +18,7 @@ from dash_optim.blocks import Geometry, geometry
 from dash_optim.diagnostics import Diagnostics, diagnose, summarise
 from dash_optim.grafting import Grafting, Scalar
 from dash_optim.names import parameter_name
-from dash_optim.options import DEFAULTS, STRUCTURE, normalise, recipe_of
+from dash_optim.options import DEFAULTS, STRUCTURE, built, normalise, recipe_of
 from dash_optim.refresh import due_blocks, over_budget, refresh, refresh_certified
 from dash_optim.stacks import Chunk, Parameter, Stack, build_stacks, element_names
 from dash_optim.stale import fraction_of
@@ -459,7 +459,7 @@ def _apply_grafted(
 
 def _apply_by_layer(waiting: list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]], taken: Scalar) -> None:
     """Graft whole parameters: the squares of the norms of all their blocks, of whatever shape, are added first."""
-    squares: dict[Tensor, Tensor] = defaultdict(lambda: torch.zeros(()))
+    squares: dict[Tensor, Tensor] = defaultdict(lambda: torch.zeros((), device="cpu"))
     pieces = []
     for stack, chunk, U, factor, D_norm in waiting:
         U_norm = norm(U).to(D_norm.dtype) * factor
@@ -577,11 +577,18 @@ def _check_groups(groups: list[dict[str, Any]], incoming: list[dict[str, Any]]) 
         for name in STRUCTURE:
             if name not in other:
                 raise ValueError(f"state_dict: group {i} has no {name!r}: it is not a checkpoint of DASH")
-            if other[name] != group[name]:
+            if not _means_the_same(name, other[name], group[name]):
                 raise ValueError(
                     f"{name}: the checkpoint's group {i} has {other[name]!r}, the optimizer {group[name]!r}; construct it with"
                     f" {name}={other[name]!r} to continue"
                 )
+
+
+def _means_the_same(name: str, first: Any, second: Any) -> bool:
+    """Whether two plain values of an option do: ``"adam"`` is ``{"type": "adam", ...}`` with nothing else said."""
+    if name == "grafting":
+        first, second = built(name, first), built(name, second)
+    return bool(first == second)
 
 
 def _check_state(group: dict[str, Any], param: Tensor, seen: Geometry, own: dict[str, Any]) -> None:

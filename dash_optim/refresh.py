@@ -30,13 +30,13 @@ def due_blocks(stack: Stack, chunks: list[Chunk], calls: list[int]) -> Tensor | 
             continue
         for member, _, where in chunk.pieces:
             age = calls[member.index] - start - 1
-            blocks = torch.arange(chunk.start + where.start, chunk.start + where.stop)
+            blocks = torch.arange(chunk.start + where.start, chunk.start + where.stop, device="cpu")
             if stack.recipe.refresh == "staggered" and age > 0:
                 blocks = blocks[(age + stack.phase_of[blocks]) % freq == 0]
             elif age % freq:
                 continue
             due.append(blocks)
-    index = torch.cat(due) if due else torch.empty(0, dtype=torch.int64)
+    index = torch.cat(due) if due else torch.empty(0, dtype=torch.int64, device="cpu")
     return index if len(index) else None
 
 
@@ -46,7 +46,7 @@ def refresh(stack: Stack, due: Tensor | None, t: Tensor) -> None:
         if due is None:
             continue
         s = len(sides.dims)
-        factors = (due.unsqueeze(-1) * s + torch.arange(s)).flatten()
+        factors = (due.unsqueeze(-1) * s + torch.arange(s, device="cpu")).flatten()
         refresh_factors(stack, sides, factors, t)
 
 

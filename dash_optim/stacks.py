@@ -119,8 +119,8 @@ class Stack:
     @cached_property
     def member_of(self) -> Tensor:
         """The index of each block's member, ``(b,)``."""
-        counts = torch.tensor([member.blocks.count for member in self.members])
-        return torch.repeat_interleave(torch.arange(len(self.members)), counts).to(self.device)
+        counts = torch.tensor([member.blocks.count for member in self.members], device="cpu")
+        return torch.repeat_interleave(counts).to(self.device)
 
     @cached_property
     def phase_of(self) -> Tensor:

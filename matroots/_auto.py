@@ -89,7 +89,7 @@ def choose(n: int, p: float, tol: float | None, rel_damping: float, like: Tensor
     margin = math.log(_SAFETY) + min(
         p * math.log(_ROOT_SAFETY), 50.0
     )  # that `condition` will put on top of it
-    expected = torch.tensor(bound * math.exp(margin))
+    expected = torch.tensor(bound * math.exp(margin), device="cpu")
     cost = costs(n, like.device.type)
     single = torch.float32
     candidates = [(cost.evd64, PRECISE), (cost.evd32, Choice(EVD(compute_dtype=single), single, 0.0))]
