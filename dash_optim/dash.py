@@ -256,7 +256,12 @@ class DASH(Optimizer):
                 self.state[param]["calls"] += 1
             for device in dict.fromkeys(param.device for param in mine):
                 there = [self.state[param]["step"] for param in mine if param.device == device]
-                torch._foreach_add_(there, _on(device, taken))
+                if isinstance(
+                    taken, Tensor
+                ):  # without alpha torch takes a tensor for a number, and waits to read it
+                    torch._foreach_add_(there, taken.to(device, torch.float32), alpha=1.0)
+                else:
+                    torch._foreach_add_(there, taken)
             others = [param for param in params if param.numel() and "calls" not in self.state[param]]
             if others:
                 steps = [self.state[param]["step"] for param in others]
@@ -284,7 +289,9 @@ class DASH(Optimizer):
         steps = torch.stack([self.state[member.param]["step"] for member in stack.members])
         t = steps.to(stack.sides[0].record.dtype)[stack.member_of]
         if isinstance(taken, Tensor):
-            t = t.clamp_min(1.0)  # left out as the very first: a correction 1 - b^0 would make 0/0 of what is multiplied by 0
+            t = t.clamp_min(
+                1.0
+            )  # left out as the very first: a correction 1 - b^0 would make 0/0 of what is multiplied by 0
         due = due_blocks(stack, chunks, calls)
         certified = stack.recipe.refresh == "certified"
         waiting = []

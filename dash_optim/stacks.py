@@ -104,7 +104,9 @@ class Stack:
         None  # most failures in a row, on the CPU; from accelerators it arrives when it arrives
     )
     plans: dict[tuple[int, ...], list[Chunk]] = field(default_factory=dict)
-    views: list[tuple[Tensor, str, int]] = field(default_factory=list)  # in the state: of whom, its key, its memory
+    views: list[tuple[Tensor, str, int]] = field(
+        default_factory=list
+    )  # in the state: of whom, its key, its memory
 
     @property
     def blocks(self) -> int:
