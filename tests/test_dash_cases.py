@@ -99,9 +99,7 @@ class Naive:
     ) -> None:
         self.W = W.detach().to(torch.float64).numpy().copy()
         rows, cols = (range(0, size, block) for size in self.W.shape)
-        self.blocks = [
-            (slice(r, r + block), slice(c, c + block)) for r, c in itertools.product(rows, cols)
-        ]
+        self.blocks = [(slice(r, r + block), slice(c, c + block)) for r, c in itertools.product(rows, cols)]
         zeros = [np.zeros_like(self.W[b]) for b in self.blocks]
         self.m, self.v, self.B = ([z.copy() for z in zeros] for _ in range(3))
         self.L = [np.zeros((len(z), len(z))) for z in zeros]
@@ -169,14 +167,14 @@ def close(W: Tensor, reference: Naive | np.ndarray, tol: float = 1e-9) -> bool:
 @pytest.mark.parametrize("refresh", SCHEDULES)
 @pytest.mark.parametrize("stacking", STACKINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("method", ["auto", "evd", "ndb", "cn"])
+@pytest.mark.parametrize("method", ["auto", "evd", "ndb"])
 def test_factors_are_averages_and_roots_do_not_touch_them(
     refresh: str, stacking: str, dtype: torch.dtype, method: str
 ) -> None:
     (W,) = parameters((8, 4), dtype=dtype)
     opt = DASH([W], block_size=4, refresh=refresh, stacking=stacking, method=method, update_freq=2)
     truth = torch.zeros(2, 2, 4, 4, dtype=torch.float64)
-    for step in range(6):
+    for step in range(4):
         give([W], step)
         opt.step()
         opt.diagnostics(certify=True)
@@ -192,9 +190,7 @@ def test_factors_are_averages_and_roots_do_not_touch_them(
 
 @pytest.mark.parametrize("grafting", GRAFTINGS)
 @pytest.mark.parametrize("options", [{}, {"grafting_scope": "layer"}, {"momentum": 0.9}, {"refresh": "certified"}, {"damping": 0.0, "rel_damping": 1e-6}, {"method": "auto", "damping": 0.0, "rel_damping": 1e-6}, {"betas": (0.0, 0.0)}, {"beta_factors": 1.0}], ids=str)  # fmt: skip
-def test_zero_gradients_move_nothing_and_leave_nothing_behind(
-    grafting: str, options: dict[str, Any]
-) -> None:
+def test_zero_gradients_move_nothing_and_leave_nothing_behind(grafting: str, options: dict[str, Any]) -> None:
     W, b = parameters((8, 6), (5,))
     opt = DASH([W, b], block_size=4, grafting=grafting, lr=0.1, **{**EXACT, **options})
     before = [W.detach().clone(), b.detach().clone()]
@@ -205,7 +201,7 @@ def test_zero_gradients_move_nothing_and_leave_nothing_behind(
     assert finite(opt)
     train(opt, [W, b], range(1, 4))
     assert finite(opt)
-    assert not bool((W == before[0]).any())
+    assert not bool((before[0] == W).any())
     assert not bool((b == before[1]).any())
 
 
@@ -262,7 +258,9 @@ def test_a_parameter_without_gradient_is_untouched_and_starts_its_own_count(
             own = opt.state.get(params[late], {})
             assert own.keys() == state.keys()
             assert all(
-                torch.equal(own[k].nan_to_num(7.0), v.nan_to_num(7.0)) if isinstance(v, Tensor) else own[k] == v
+                torch.equal(own[k].nan_to_num(7.0), v.nan_to_num(7.0))
+                if isinstance(v, Tensor)
+                else own[k] == v
                 for k, v in state.items()
             )
     solo = DASH(alone, **options)  # the same order, so that staggered blocks have the same turn
@@ -314,7 +312,9 @@ def test_before_the_start_it_is_the_grafted_method(
     params = parameters((8, 6), (4, 9), dtype=dtype)
     others = copy.deepcopy(params)
     decay = 0.1 if reference is torch.optim.AdamW else 0.0
-    opt = DASH(params, block_size=4, grafting=grafting, betas=betas, start_step=5, lr=0.01, weight_decay=decay)
+    opt = DASH(
+        params, block_size=4, grafting=grafting, betas=betas, start_step=5, lr=0.01, weight_decay=decay
+    )
     other = reference(others, lr=0.01, weight_decay=decay, **keywords)
     for step in range(5):
         give(params, step)
@@ -348,7 +348,9 @@ def test_rests_in_both_dimensions_are_blocks_like_others(
     assert close(W, naive)
 
 
-@pytest.mark.parametrize("shape", [(11, 13), (8, 13), (3, 5), (16, 1), (7, 5, 6), (2, 3, 4, 5), (9,), (1, 1, 12)])
+@pytest.mark.parametrize(
+    "shape", [(11, 13), (8, 13), (3, 5), (16, 1), (7, 5, 6), (2, 3, 4, 5), (9,), (1, 1, 12)]
+)
 @pytest.mark.parametrize("nd", ["matrix", "tensor"])
 @pytest.mark.parametrize("block", [1, 2, 3, 8, math.inf])
 def test_blocks_hold_every_element_once(shape: tuple[int, ...], nd: Any, block: float) -> None:
@@ -470,6 +472,42 @@ def test_each_dimension_of_a_tensor_has_its_factor(p: Any) -> None:
     assert close(W, before - np.einsum("abc,ai,bj,ck->ijk", G, *roots))
 
 
+def test_blocks_of_a_tensor_have_their_own_factors() -> None:
+    (W,) = parameters((3, 4, 5))
+    opt = DASH([W], nd="tensor", block_size=2, p=4, grafting=None, betas=(0.0, 0.0), lr=1.0, **EXACT)
+    expected = W.detach().clone()
+    give([W], 0)
+    opt.step()
+    assert W.grad is not None
+    for i, j, k in itertools.product(range(0, 3, 2), range(0, 4, 2), range(0, 5, 2)):
+        where = (slice(i, i + 2), slice(j, j + 2), slice(k, k + 2))
+        U = G = W.grad[where]
+        for dim in range(3):
+            M = G.movedim(dim, 0).flatten(1)
+            values, Q = torch.linalg.eigh(M @ M.mT + 1e-4 * torch.eye(len(M)).double())
+            U = torch.tensordot((Q * values**-0.25) @ Q.mT, U, dims=([1], [dim])).movedim(0, dim)
+        expected[where] -= U
+    assert torch.allclose(W, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("block", [4, 5, math.inf])
+def test_a_dimension_without_factor_leaves_the_root_to_the_other(block: float) -> None:
+    """One factor, so p = 2: ``U = M (M^T M + eps I)^{-1/2}``, for each block of rows."""
+    (W,) = parameters((12, 3))
+    opt = DASH([W], max_factor_dim=4, block_size=block, grafting=None, betas=(0.0, 0.0), lr=1.0, **EXACT)
+    expected = W.detach().clone()
+    give([W], 0)
+    opt.step()
+    assert W.grad is not None
+    rows = 12 if block == math.inf else int(block)
+    update = []
+    for G in W.grad.split(rows):
+        values, Q = torch.linalg.eigh(G.mT @ G + 1e-4 * torch.eye(3).double())
+        update.append(G @ (Q * values**-0.5) @ Q.mT)
+    assert torch.allclose(W, expected - torch.cat(update), rtol=0, atol=1e-9)
+    assert not any(name.endswith("_12") for name in opt.state[W])
+
+
 # B09 sizes of blocks at their ends
 
 
@@ -509,10 +547,10 @@ def test_each_group_has_its_rate_and_zero_is_a_rate(algorithm: str, zero: Any, s
     opt = DASH(groups, algorithm=algorithm, stacking=stacking, weight_decay=0.1, block_size=4)
     train(opt, [W, V], range(3))
     assert torch.equal(V, before[1])
-    assert not bool((W == before[0]).any())
+    assert not bool((before[0] == W).any())
     opt.param_groups[1]["lr"] = 0.1  # seen by the next step
     train(opt, [W, V], range(3, 4))
-    assert not bool((V == before[1]).any())
+    assert not bool((before[1] == V).any())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -686,7 +724,7 @@ def test_a_step_with_a_bad_gradient_is_as_if_it_had_not_been(bad: float, refresh
     for with_bad in (False, True):
         params = parameters((8, 6), (4, 9), (5,))
         opt = DASH(params, momentum=0.9, **options)
-        for step in range(5):
+        for step in range(3):
             if with_bad:
                 before = copy.deepcopy(opt.state_dict())
                 give(params, 99)
@@ -696,7 +734,7 @@ def test_a_step_with_a_bad_gradient_is_as_if_it_had_not_been(bad: float, refresh
                 opt.step()
                 assert str(before) == str(opt.state_dict())
             train(opt, params, range(step, step + 1))
-        assert opt.diagnostics().skipped_steps == 5 * with_bad
+        assert opt.diagnostics().skipped_steps == 3 * with_bad
         runs.append((params, opt))
     assert same(runs[0][0], runs[1][0])
 
@@ -759,6 +797,20 @@ def bad_step(opt: DASH, params: Sequence[Tensor], where: int) -> None:
         assert float(now["step"]) == float(own.get("step", 0.0)) if now else True
 
 
+@pytest.mark.xfail(
+    strict=True, reason="the calendar of refreshes counts steps that a device has left out, and cannot know"
+)
+def test_a_first_step_that_is_left_out_does_not_put_off_the_first_roots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    params = parameters((8, 6))
+    opt = DASH(params, update_freq=10)
+    with masked(monkeypatch):
+        bad_step(opt, params, 0)
+        train(opt, params, range(1))
+    assert not torch.equal(opt.state[params[0]]["8x6.roots_8"][0, 0], torch.eye(8).double())
+
+
 def test_raising_touches_nothing_and_says_where() -> None:
     params = parameters((8, 6), (5,))
     opt = DASH([("layer.weight", params[0]), ("layer.bias", params[1])], nonfinite="raise")
@@ -816,7 +868,9 @@ def test_low_precision_parameters_are_rounded_once(
     opt = DASH([W], factor_dtype=factor_dtype, block_size=4, lr=0.25, weight_decay=0.5, update_freq=1)
     for step in range(3):
         wide = nn.Parameter(W.detach().double())
-        other = DASH([wide], factor_dtype=factor_dtype, block_size=4, lr=0.25, weight_decay=0.5, update_freq=1)
+        other = DASH(
+            [wide], factor_dtype=factor_dtype, block_size=4, lr=0.25, weight_decay=0.5, update_freq=1
+        )
         if step:
             other.load_state_dict(copy.deepcopy(opt.state_dict()))
         give([W], step)
@@ -851,9 +905,9 @@ def test_a_model_of_many_dtypes_and_gradients_of_others() -> None:
 def test_a_flattened_matrix_is_warned_of(one_d: str) -> None:
     with pytest.warns(UserWarning, match=r"parameter 'flat'.*flattened"):
         DASH([("flat", nn.Parameter(torch.zeros(2**16)))], one_d=one_d)
+    zero3 = nn.Parameter(torch.empty(0))
+    zero3.ds_shape = (8, 8)  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match="flattened"):
-        zero3 = nn.Parameter(torch.empty(0))
-        zero3.ds_shape = (8, 8)  # type: ignore[attr-defined]
         DASH([zero3])
     DASH([nn.Parameter(torch.zeros(2**16))], algorithm="adamw")
 
@@ -862,7 +916,9 @@ def test_the_summary_says_which_way_each_parameter_takes() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 1, bias=False))
     opt = DASH(model.named_parameters(), block_size=4, max_factor_dim=8)
     opt.add_param_group({"params": [("x", nn.Parameter(torch.zeros(0, 4)))]})
-    rows = {line.split()[1].strip("'"): line for line in opt.summary().splitlines() if line.startswith("param")}
+    rows = {
+        line.split()[1].strip("'"): line for line in opt.summary().splitlines() if line.startswith("param")
+    }
     ways = {name: line.split(")")[1].split()[0] for name, line in rows.items() if name != "shape"}
     assert ways == {
         "0.weight": "dash", "1.weight": "dash", "1.bias": "adamw", "2.weight": "adamw",
@@ -915,7 +971,9 @@ def test_a_first_step_has_the_singular_values_of_the_formula(
     Q, s, V = torch.linalg.svd(W.detach(), full_matrices=False)
     s = torch.logspace(0, -3, 6).double()
     before = W.detach().clone()
-    opt = DASH([W], p=p, grafting=grafting, lr=1.0, betas=(0.0, 0.0), method="evd", rel_damping=0.0, damping=1e-14)
+    opt = DASH(
+        [W], p=p, grafting=grafting, lr=1.0, betas=(0.0, 0.0), method="evd", rel_damping=0.0, damping=1e-14
+    )
     W.grad = (Q * s) @ V
     opt.step()
     found = torch.linalg.svdvals(before - W.detach())
@@ -985,7 +1043,7 @@ def test_sparse_gradients_are_refused_before_anything_happens(empty: bool, algor
     opt = DASH([("first", other), ("emb.weight", embedding.weight)], algorithm=algorithm)
     index = torch.empty(0, dtype=torch.int64) if empty else torch.tensor([1, 5])
     (embedding(index).sum() + other.sum()).backward()
-    with pytest.raises(TypeError, match="'emb.weight'"):
+    with pytest.raises(TypeError, match=r"'emb\.weight'"):
         opt.step()
     assert not any(opt.state.values())
     assert torch.equal(other, torch.ones(4, 4))
@@ -1050,17 +1108,17 @@ def peak(step: Any) -> int:
 @pytest.mark.parametrize("refresh", ["interval", "certified"])
 def test_workspace_grows_with_max_batch_and_not_with_blocks(refresh: str) -> None:
     peaks, weights = {}, {}
-    for blocks, batch in ((64, 8), (64, 64), (256, 8)):
+    for blocks, batch in ((64, 8), (64, 64), (192, 8)):
         params = parameters(*[(16, 16)] * blocks, dtype=torch.float32)
         opt = DASH(params, max_batch=batch, refresh=refresh, update_freq=1, refresh_tol=1e-9)
-        train(opt, params, range(2))
+        train(opt, params, range(1))
         give(params, 2)
         peaks[blocks, batch] = peak(opt.step)
         weights[blocks, batch] = params
     matrix = 16 * 16 * 4
-    assert peaks[256, 8] - peaks[64, 8] < 192 * matrix / 2  # what is kept for each block is a few numbers
+    assert peaks[192, 8] - peaks[64, 8] < 128 * matrix / 2  # what is kept for each block is a few numbers
     assert peaks[64, 64] > 3 * peaks[64, 8]
-    assert same(weights[64, 8], weights[256, 8][:64])
+    assert same(weights[64, 8], weights[192, 8][:64])
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(weights[64, 8], weights[64, 64], strict=True))
 
 
@@ -1143,7 +1201,9 @@ def test_a_first_failure_leaves_the_identity_and_later_ones_the_last_good_root(
         assert W.grad is not None
         if step == 0:
             assert torch.equal(roots[0], torch.eye(4).double().expand(2, 4, 4))
-            direction = W.grad if grafting == "none" else W.grad / W.grad.norm() * 4  # Adam's first step: signs
+            direction = (
+                W.grad if grafting == "none" else W.grad / W.grad.norm() * 4
+            )  # Adam's first step: signs
             assert torch.allclose(before - W, direction, rtol=0, atol=1e-6)
         elif step in failing.fail:
             assert torch.equal(roots, held)
@@ -1176,7 +1236,9 @@ def test_the_budget_counts_failures_in_a_row_and_names_who_failed(
         train(opt, params, range(step, step + 1))
     failing.now = 4 + budget
     before = params[1].detach().clone()
-    with pytest.raises(PreconditionerError, match=r"'b.weight', block 1 of 2.*dimension 0.*INDEFINITE") as caught:
+    with pytest.raises(
+        PreconditionerError, match=r"'b.weight', block 1 of 2.*dimension 0.*INDEFINITE"
+    ) as caught:
         train(opt, params, range(9, 10))
     assert f"failure_budget={budget}" in str(caught.value)
     assert f"{budget + 1} roots" in str(caught.value)
@@ -1192,9 +1254,9 @@ def test_a_real_failure_is_counted_too() -> None:
     opt = DASH([W], method=NewtonDB(steps=30), rel_damping=0.0, damping=0.0, update_freq=1, failure_budget=1)
     W.grad = torch.zeros(6, 4)
     W.grad[:1] = 1.0  # rank one and no damping: singular
+    opt.step()
     with pytest.raises(PreconditionerError, match="try a larger rel_damping"):
-        for _ in range(4):
-            opt.step()
+        opt.step()
     assert bool(torch.isfinite(W).all())
 
 
@@ -1202,7 +1264,7 @@ def test_a_real_failure_is_counted_too() -> None:
 
 
 @pytest.mark.parametrize("refresh", SCHEDULES)
-@pytest.mark.parametrize("method", ["auto", "evd", "ndb", "cn", "minimax"])
+@pytest.mark.parametrize("method", ["auto", "ndb", "minimax"])
 def test_two_runs_are_equal_whatever_memory_held_before(refresh: str, method: str) -> None:
     """In torch's deterministic mode new memory is filled with NaN, so reading what nobody wrote would show."""
     runs = []
@@ -1278,7 +1340,9 @@ def test_rows_columns_blocks_and_transposes_are_permuted_with_the_update(
 @pytest.mark.parametrize("grafting", ["sgd", "adagrad", "rmsprop", "adam"])
 @pytest.mark.parametrize("scope", ["block", "layer"])
 @pytest.mark.parametrize("extra", [{}, {"momentum": 0.9, "weight_decay": 0.1}], ids=str)
-def test_updates_have_the_length_of_the_grafted_step(grafting: str, scope: str, extra: dict[str, Any]) -> None:
+def test_updates_have_the_length_of_the_grafted_step(
+    grafting: str, scope: str, extra: dict[str, Any]
+) -> None:
     (W,) = parameters((4, 7))
     opt = DASH([W], lr=1.0, block_size=4, grafting=grafting, grafting_scope=scope, update_freq=3, **extra)
     m, v = np.zeros((4, 7)), np.zeros((4, 7))
@@ -1309,9 +1373,7 @@ def test_updates_have_the_length_of_the_grafted_step(grafting: str, scope: str, 
 
 @pytest.mark.parametrize("grafting", GRAFTINGS)
 @pytest.mark.parametrize("scope", ["block", "layer"])
-@pytest.mark.parametrize("freq", [1, 3])
-@pytest.mark.parametrize("b", [0.9, 1.0])
-@pytest.mark.parametrize("p", [2, "8/3", 4])
+@pytest.mark.parametrize(("freq", "b", "p"), [(1, 0.9, 4), (3, 1.0, 4), (3, 0.9, 2), (1, 1.0, "8/3")])
 def test_steps_are_those_of_the_formulas(grafting: str, scope: str, freq: int, b: float, p: Any) -> None:
     params = parameters((11, 13), (8, 8))
     exponent = 8 / 3 if p == "8/3" else float(p)
@@ -1402,6 +1464,16 @@ def test_a_checkpoint_of_another_structure_is_refused_and_nothing_changes(change
         other.load_state_dict(opt.state_dict())
     assert str(other.state_dict()) == before
     train(other, others, range(3, 4))
+
+
+def test_grafting_that_means_the_same_is_the_same() -> None:
+    (W,) = parameters((8, 6))
+    opt, other = DASH([W]), DASH([W], grafting=Adam())
+    train(opt, [W], range(2))
+    other.load_state_dict(opt.state_dict())
+    opt.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="grafting"):
+        DASH([W], grafting=Adam(beta2=0.5)).load_state_dict(opt.state_dict())
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused() -> None:
@@ -1563,6 +1635,28 @@ def test_the_functions_of_a_step_compile_whole_and_once_a_shape() -> None:
     assert not counters["graph_break"]
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about its own business
+@pytest.mark.slow  # ten seconds of compiling
+def test_a_step_that_is_compiled_goes_on_seeing_what_changes() -> None:
+    torch._dynamo.reset()
+    params, others = parameters((4, 4), (4, 4), (3,)), parameters((4, 4), (4, 4), (3,))
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "update_freq": 2, "block_size": 4}
+    opt, other = DASH(params, **options), DASH(others, **options)
+    compiled = torch.compile(opt.step, backend="eager")
+    for step in range(3):
+        for run in (opt, other):
+            run.param_groups[0]["lr"] = 0.1 * 0.5**step
+            run.param_groups[0]["weight_decay"] = 0.1 * step
+        give(params, step)
+        give(others, step)
+        if step < 2:
+            params[1].grad = others[1].grad = None
+        compiled()
+        other.step()
+    torch._dynamo.reset()
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(params, others, strict=True))
+
+
 def test_rates_and_decays_are_never_frozen() -> None:
     """Nothing of a step is captured, so what changes between steps counts: also who takes part."""
     params = parameters((8, 6), (8, 6))
@@ -1582,6 +1676,33 @@ def test_rates_and_decays_are_never_frozen() -> None:
         assert same(params, [p * (1 - lr * decay) for p in before])
 
 
+# global settings of torch
+
+
+@pytest.mark.parametrize("refresh", SCHEDULES)
+def test_the_default_device_and_dtype_are_nobodys_business(refresh: str) -> None:
+    """Tensors of the default device "meta" have no values: whatever is made there by mistake cannot be read."""
+    results = []
+    for device, dtype in (("cpu", torch.float32), ("meta", torch.float64)):
+        params = parameters((8, 6), (5,))
+        torch.set_default_device(device)
+        torch.set_default_dtype(dtype)
+        try:
+            opt = DASH(
+                params, block_size=4, refresh=refresh, update_freq=2, grafting_scope="layer", momentum=0.9
+            )
+            train(opt, params, range(3))
+            opt.summary()
+            opt.diagnostics(certify=True)
+            opt.load_state_dict(opt.state_dict())
+            train(opt, params, range(3, 5))
+        finally:
+            torch.set_default_device("cpu")
+            torch.set_default_dtype(torch.float32)
+        results.append(params)
+    assert same(*results)
+
+
 # what state the optimizer works on is the state that it shows
 
 
@@ -1591,7 +1712,9 @@ def test_state_that_is_moved_away_and_back_is_used(how: str, algorithm: str) -> 
     """As programs do that bring the optimizer's memory to the host between phases of training."""
     params = parameters((8, 6), (8, 6), (5,))
     others = copy.deepcopy(params)
-    opt, other = (DASH(p, block_size=4, update_freq=2, algorithm=algorithm, momentum=0.9) for p in (params, others))
+    opt, other = (
+        DASH(p, block_size=4, update_freq=2, algorithm=algorithm, momentum=0.9) for p in (params, others)
+    )
     for step in range(6):
         train(opt, params, range(step, step + 1))
         train(other, others, range(step, step + 1))
