@@ -7,6 +7,8 @@ the identity if there was none, and is counted.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -131,8 +133,9 @@ def over_budget(stack: Stack) -> str | None:
         block, j = (int(i) for i in over.nonzero()[0])
         member = next(member for member in stack.members if block < member.stop)
         status = Status(int(sides.record[block, j, FIELD["status"]]))
+        number = int(member.blocks.numbers[block - member.start])  # as `diagnostics` counts
         return (
-            f"{parameter_name(member.group, member.param)}, block {block - member.start} of {member.blocks.count} ({member.blocks.name}), factor of"
+            f"{parameter_name(member.group, member.param)}, block {number} of {math.prod(member.blocks.whole)} ({member.blocks.name}), factor of"
             f" dimension {sides.dims[j]}: {int(failures[block, j])} roots have failed in a row (failure_budget="
             f"{stack.recipe.failure_budget}), the last as {status.name}: {status.advice}. The last good root is still in use;"
             " try a larger rel_damping, factor_dtype=torch.float64 or method='evd', and look at the gradients"

@@ -32,6 +32,9 @@ FAILURE: Final = 1e-6
 """Probability that one bound on beta is too low."""
 _PROBES, _POWERS = 8, 3
 _ROUNDING: Final = 2.0  # times eps of its dtype and the factor's norm: what rounding an update takes from the factor, above all seen
+_SUMMANDS: Final = (
+    1024  # up to so many products in a sum; where all have one sign rounding grows with their number
+)
 
 
 def fraction_of(p: Exponent) -> Fraction:
@@ -77,7 +80,9 @@ def aged(stack: Stack, F: Tensor, record: Tensor, steps: Tensor) -> tuple[Tensor
     eps = eps * torch.ones_like(c)
     ratio = torch.where(eps > 0, eps / record[:, FIELD["damping"]], 1.0)
     kept = torch.minimum(b * record[:, FIELD["correction"]] / c, ratio).clamp_max(1.0)
-    kept = (kept - _ROUNDING * torch.finfo(F.dtype).eps * frobenius(F) / (c * eps)).clamp_min(0.0)
+    summands = torch.Size(stack.shape).numel() / F.shape[-1]
+    rounding = _ROUNDING * max(1.0, summands / _SUMMANDS) * torch.finfo(F.dtype).eps
+    kept = (kept - rounding * frobenius(F) / (c * eps)).clamp_min(0.0)
     power = fraction_of(stack.p).denominator
     return c, eps, record[:, FIELD["alpha"]] * (kept * (1 - 8 * U)) ** power
 
