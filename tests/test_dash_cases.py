@@ -1248,6 +1248,24 @@ def test_the_budget_counts_failures_in_a_row_and_names_who_failed(
     train(opt, params, range(10, 12))  # and whoever goes on can
 
 
+@pytest.mark.parametrize("member", [0, 1, 2, 3])
+def test_an_error_counts_blocks_as_diagnostics_do(failing: Failing, member: int) -> None:
+    params = parameters((4, 6), (6, 4))  # of both a square block and a rest
+    opt = DASH([("a", params[0]), ("b", params[1])], block_size=4, update_freq=1, failure_budget=0)
+    failing.fail, failing.members = {0}, slice(member, member + 1)
+    with pytest.raises(PreconditionerError) as caught:
+        train(opt, params, range(1))
+    failed = [
+        (block.parameter, block.block, factor.dim)
+        for block in opt.diagnostics().blocks
+        for factor in block.factors
+        if factor.failures
+    ]
+    parameter, number, dim = failed[0]
+    assert f"{parameter}, block {number} of 2 " in str(caught.value)
+    assert f"dimension {dim}:" in str(caught.value)
+
+
 def test_a_real_failure_is_counted_too() -> None:
     """No double: a factor that the method cannot take, in a solver that says so."""
     (W,) = parameters((6, 4), dtype=torch.float32)
