@@ -34,16 +34,19 @@ def update(
     for device, dtype in dict.fromkeys((p.device, p.dtype) for p in params):
         chosen = [i for i, p in enumerate(params) if (p.device, p.dtype) == (device, dtype)]
         mine = [params[i] for i in chosen]
-        working = mine if dtype in _WORKING else [p.float() for p in mine]
+        averages = [state[p]["exp_avg"] for p in mine]
+        squares = [state[p]["exp_avg_sq"] for p in mine]
+        working = [_laid_out(p, m) for p, m in zip(mine, averages, strict=True)]
+        squared = [_laid_out(v, m) for v, m in zip(squares, averages, strict=True)]
         adamw(
             working,
-            [_gradient(p).to(w.dtype) for p, w in zip(mine, working, strict=True)],
-            [state[p]["exp_avg"] for p in mine],
-            [state[p]["exp_avg_sq"] for p in mine],
+            [_laid_out(_gradient(p), m) for p, m in zip(mine, averages, strict=True)],
+            averages,
+            squared,
             [],
             [steps[i] for i in chosen],
             fused=True,
-            found_inf=skip,
+            found_inf=None if skip is None else skip.to(device),
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],
@@ -52,8 +55,17 @@ def update(
             eps=group["eps"],
             maximize=group["maximize"],
         )
-        if dtype not in _WORKING:
-            torch._foreach_copy_(mine, working)
+        for kept, used in ((mine, working), (squares, squared)):
+            changed = [i for i, (k, u) in enumerate(zip(kept, used, strict=True)) if k is not u]
+            if changed:
+                torch._foreach_copy_([kept[i] for i in changed], [used[i] for i in changed])
+
+
+def _laid_out(t: Tensor, average: Tensor) -> Tensor:
+    """Return ``t`` with the dtype and strides of an average, itself if it has them: the fused kernels take memory as it lies."""
+    if t.dtype == average.dtype and t.stride() == average.stride():
+        return t
+    return torch.empty_like(average).copy_(t)
 
 
 def _gradient(p: Tensor) -> Tensor:

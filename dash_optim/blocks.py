@@ -48,7 +48,7 @@ class BlockClass:
     @property
     def numbers(self) -> Tensor:
         """The number of each block among all blocks of the parameter in row-major order, ``(count,)``."""
-        everywhere = torch.arange(math.prod(self.whole)).reshape(self.whole)
+        everywhere = torch.arange(math.prod(self.whole), device="cpu").reshape(self.whole)
         for dim, (first, extent) in enumerate(zip(self.first, self.grid, strict=True)):
             everywhere = everywhere.narrow(dim, first, extent)
         return everywhere.flatten()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -17,12 +18,13 @@ from dash_optim.blocks import Geometry, geometry
 from dash_optim.diagnostics import Diagnostics, diagnose, summarise
 from dash_optim.grafting import Grafting, Scalar
 from dash_optim.names import parameter_name
-from dash_optim.options import DEFAULTS, STRUCTURE, normalise, recipe_of
+from dash_optim.options import DEFAULTS, STRUCTURE, built, normalise, recipe_of
 from dash_optim.refresh import due_blocks, over_budget, refresh, refresh_certified
 from dash_optim.stacks import Chunk, Parameter, Stack, build_stacks, element_names
 from dash_optim.stale import fraction_of
 from dash_optim.step import accumulate, apply, direction, gather
 from dash_optim.update import graft_ratio, norm
+from matroots._products import wide
 from matroots.scaling import Scaling
 from matroots.solvers import Solver
 
@@ -87,7 +89,8 @@ class DASH(Optimizer):
         factor_dtype: of averages, factors and roots: ``torch.float32`` or ``float64``; None: float64 for float64 parameters, else float32.
         stacking: over the whole "device", each "layer", or "none": one block at a time.
         max_batch: blocks worked on at once, which bounds the workspace; None: what a cache holds.
-        nonfinite: a step with a NaN or an infinity in any gradient is left out ("skip"; accelerators decide without the host), or raises ("raise").
+        nonfinite: a step with a NaN or an infinity in any gradient, or in its squares, is left out ("skip"; accelerators decide without the host),
+            or raises ("raise").
         foreach: accepted; blocks are always worked on in batches.
         fused, capturable, differentiable: refused when true.
 
@@ -199,14 +202,20 @@ class DASH(Optimizer):
         return loss
 
     def _nonfinite(self, active: list[tuple[dict[str, Any], list[Tensor]]]) -> Tensor | bool:
-        """Return whether a gradient is not finite: True or False where looking is free, else a tensor, 1.0 or 0.0."""
-        gradients = [param.grad for _, params in active for param in params if param.grad is not None]
-        filled = [gradient for gradient in gradients if gradient.numel()]
+        """Return whether a gradient is not finite, or its squares are not: True or False where looking is free, else a tensor, 1.0 or 0.0."""
+        filled = [
+            (param.grad, _ceiling(group, param))
+            for group, params in active
+            for param in params
+            if param.grad is not None and param.grad.numel()
+        ]
         if not filled:
             return False
-        device = filled[0].device
-        largest = torch.stack([size.to(device, torch.float32) for size in _largest(filled)])
-        found = ~torch.isfinite(largest).all()
+        device = filled[0][0].device
+        shares = [_norm(gradient) / ceiling for gradient, ceiling in filled]
+        found = ~(
+            torch.stack([share.to(device, wide(device)) for share in shares]) <= 1.0
+        ).all()  # NaN is not either
         if self.defaults["nonfinite"] == "raise" and bool(found):
             raise NonfiniteGradientError(self._describe_nonfinite(active))
         if self.defaults["nonfinite"] == "raise":
@@ -218,15 +227,18 @@ class DASH(Optimizer):
         for group, params in active:
             for param in params:
                 grad = param.grad
-                if grad is None or bool(torch.isfinite(grad).all()):
+                if grad is None:
                     continue
-                finite = grad[torch.isfinite(grad)].double()
+                good = grad.abs() <= _ceiling(group, param) / math.sqrt(grad.numel())
+                if bool(good.all()):
+                    continue
+                finite = grad[good].double()
                 extent = f"{float(finite.min()):.3g} to {float(finite.max()):.3g}" if len(finite) else "none"
-                step = int(self.state[param]["step"]) + 1 if "step" in self.state[param] else 1
+                step = int(self.state.get(param, {}).get("step", 0)) + 1
                 return (
-                    f"gradient of {parameter_name(group, param)}: {grad.numel() - len(finite)} of {grad.numel()} elements are NaN or"
-                    f" infinite at its step {step}; the finite ones are {extent}, of norm {float(finite.norm()):.3g}. Nothing was changed;"
-                    " nonfinite='skip' leaves such steps out"
+                    f"gradient of {parameter_name(group, param)}: {grad.numel() - len(finite)} of {grad.numel()} elements are NaN,"
+                    f" infinite or so large that their squares are, at its step {step}; the others are {extent}, of norm"
+                    f" {float(finite.norm()):.3g}. Nothing was changed; nonfinite='skip' leaves such steps out"
                 )
         return "gradients: not finite"
 
@@ -235,7 +247,7 @@ class DASH(Optimizer):
         self._ensure_state(active)
         stacks = self._current_stacks()
         skip = found if isinstance(found, Tensor) else None
-        taken: Scalar = 1.0 if skip is None else 1.0 - skip
+        taken: Scalar = 1.0 if skip is None else 1.0 - skip.to(wide(skip.device))
         if skip is not None:
             self._skipped = self._skipped + skip
         preconditioned = set()
@@ -243,8 +255,14 @@ class DASH(Optimizer):
             mine = [param for param in params if "calls" in self.state[param]]
             for param in mine:
                 self.state[param]["calls"] += 1
-            if mine:
-                torch._foreach_add_([self.state[param]["step"] for param in mine], taken)
+            for device in dict.fromkeys(param.device for param in mine):
+                there = [self.state[param]["step"] for param in mine if param.device == device]
+                if isinstance(
+                    taken, Tensor
+                ):  # without alpha torch takes a tensor for a number, and waits to read it
+                    torch._foreach_add_(there, taken.to(device, torch.float32), alpha=1.0)
+                else:
+                    torch._foreach_add_(there, taken)
             others = [param for param in params if param.numel() and "calls" not in self.state[param]]
             if others:
                 steps = [self.state[param]["step"] for param in others]
@@ -252,7 +270,7 @@ class DASH(Optimizer):
             preconditioned.update(mine)
         late: list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]] = []
         for stack in stacks:
-            late += self._step_stack(stack, preconditioned, taken)
+            late += self._step_stack(stack, preconditioned, _on(stack.device, taken))
         _apply_by_layer(late, taken)
         self._check_budget(stacks)
 
@@ -271,6 +289,10 @@ class DASH(Optimizer):
         chunks = stack.chunks(phases)
         steps = torch.stack([self.state[member.param]["step"] for member in stack.members])
         t = steps.to(stack.sides[0].record.dtype)[stack.member_of]
+        if isinstance(taken, Tensor):
+            t = t.clamp_min(
+                1.0
+            )  # left out as the very first: a correction 1 - b^0 would make 0/0 of what is multiplied by 0
         due = due_blocks(stack, chunks, calls)
         certified = stack.recipe.refresh == "certified"
         waiting = []
@@ -306,12 +328,23 @@ class DASH(Optimizer):
         snapshot = tuple(
             (recipe_of(group), *(str(group[name]) for name in STRUCTURE)) for group in self.param_groups
         )
+        if self._stacks is not None and not self._in_place():
+            self._stacks = None
         if self._stacks is not None and snapshot != self._snapshot and not self._adopt():
             self._stacks = None
         self._snapshot = snapshot
         if self._stacks is None:
             self._stacks = build_stacks(self._parameters(), self.state)
         return self._stacks
+
+    def _in_place(self) -> bool:
+        """Whether the stacks still are what the state shows, and their groups those of the optimizer: both can be replaced from outside."""
+        assert self._stacks is not None
+        groups = {id(group) for group in self.param_groups}
+        return all(
+            all(id(member.group) in groups for member in stack.members) and stack.is_shown(self.state)
+            for stack in self._stacks
+        )
 
     def _adopt(self) -> bool:
         """Give the stacks the recipes that their groups have now; False if those differ within a stack or want other state."""
@@ -369,14 +402,16 @@ class DASH(Optimizer):
             _check_groups(self.param_groups, incoming["param_groups"])
             loaded.append(incoming)
 
-        handle = self.register_load_state_dict_pre_hook(
-            check
-        )  # after the user's own hooks, which may rewrite it
+        # after the user's hooks that may rewrite the checkpoint, and before those that may rewrite the state
+        before = self.register_load_state_dict_pre_hook(check)
+        after = self.register_load_state_dict_post_hook(
+            lambda optimizer: self._restore_dtypes(loaded[0]), prepend=True
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
-        self._restore_dtypes(loaded[0])
+            before.remove()
+            after.remove()
 
     def _restore_dtypes(self, incoming: StateDict) -> None:
         """Put tensors back that torch has cast to their parameter's dtype, which loses bits of float32 averages."""
@@ -432,7 +467,7 @@ def _apply_grafted(
 
 def _apply_by_layer(waiting: list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]], taken: Scalar) -> None:
     """Graft whole parameters: the squares of the norms of all their blocks, of whatever shape, are added first."""
-    squares: dict[Tensor, Tensor] = defaultdict(lambda: torch.zeros(()))
+    squares: dict[Tensor, Tensor] = defaultdict(lambda: torch.zeros((), device="cpu"))
     pieces = []
     for stack, chunk, U, factor, D_norm in waiting:
         U_norm = norm(U).to(D_norm.dtype) * factor
@@ -448,7 +483,12 @@ def _apply_by_layer(waiting: list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]], 
             ],
             dim=1,
         )
-        _apply_grafted(stack, chunk, U, factor, lengths[0], lengths[1], taken)
+        _apply_grafted(stack, chunk, U, factor, lengths[0], lengths[1], _on(stack.device, taken))
+
+
+def _on(device: torch.device, taken: Scalar) -> Scalar:
+    """Return the mask where it is needed: the parameters of a model may be on several devices."""
+    return taken.to(device) if isinstance(taken, Tensor) else taken
 
 
 def route(group: dict[str, Any], param: Tensor) -> Geometry:
@@ -474,9 +514,17 @@ def _with_gradient(group: dict[str, Any]) -> list[Tensor]:
     return params
 
 
-def _largest(gradients: list[Tensor]) -> list[Tensor]:
-    """Return the largest absolute value of each gradient, NaN where it has one; it cannot overflow as a norm can."""
-    return [torch.linalg.vector_norm(gradient, ord=torch.inf) for gradient in gradients]
+def _ceiling(group: dict[str, Any], param: Tensor) -> float:
+    """Return the norm of a gradient up to which the averages of its squares cannot overflow: an infinity would never leave them."""
+    in_double = param.dtype == torch.float64 and group["factor_dtype"] != torch.float32
+    return math.sqrt(torch.finfo(torch.float64 if in_double else torch.float32).max)
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """Return the Frobenius norm of a gradient, at least in float32; infinite where its squares are, NaN where it has one."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    length: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
+    return length
 
 
 def _looking_is_free(found: Tensor) -> bool:
@@ -538,22 +586,31 @@ def _check_groups(groups: list[dict[str, Any]], incoming: list[dict[str, Any]]) 
         for name in STRUCTURE:
             if name not in other:
                 raise ValueError(f"state_dict: group {i} has no {name!r}: it is not a checkpoint of DASH")
-            if other[name] != group[name]:
+            if not _means_the_same(name, other[name], group[name]):
                 raise ValueError(
                     f"{name}: the checkpoint's group {i} has {other[name]!r}, the optimizer {group[name]!r}; construct it with"
                     f" {name}={other[name]!r} to continue"
                 )
 
 
+def _means_the_same(name: str, first: Any, second: Any) -> bool:
+    """Whether two plain values of an option do: ``"adam"`` is ``{"type": "adam", ...}`` with nothing else said."""
+    if name == "grafting":
+        first, second = built(name, first), built(name, second)
+    return bool(first == second)
+
+
 def _check_state(group: dict[str, Any], param: Tensor, seen: Geometry, own: dict[str, Any]) -> None:
     """Raise if a parameter's state was made for blocks of another size."""
-    names = {blocks.name: blocks for blocks in seen.classes}
-    for key, value in own.items():
-        shape, _, _ = key.partition(".")
-        if shape == key:
-            continue
-        if shape not in names or value.shape[0] != names[shape].count:
-            raise ValueError(
-                f"block_size: the state of {parameter_name(group, param)} has {value.shape[0]} blocks of {shape}, its group's options give"
-                f" {[(blocks.count, blocks.name) for blocks in seen.classes]}"
-            )
+    found = {key.partition(".")[0]: value.shape[0] for key, value in own.items() if "." in key}
+    expected = {blocks.name: blocks.count for blocks in seen.classes}
+    if found and found != expected:
+        raise ValueError(
+            f"block_size: the state of {parameter_name(group, param)} has {_listed(found)}, its shape and its group's options give"
+            f" {_listed(expected)}"
+        )
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    """Return how many blocks there are of each shape."""
+    return " and ".join(f"{count} of {shape}" for shape, count in counts.items()) or "no blocks"

@@ -289,6 +289,11 @@ def built(name: str, value: str | Mapping[str, Any] | None) -> Any:
         return None
     if isinstance(value, str):
         return _instance(name, value, ())
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}: a group holds names and mappings, which checkpoints can hold, got {value!r}; write"
+            f" {plain(name, value, _TABLES[name])!r}"
+        )
     options = tuple(sorted((key, option) for key, option in value.items() if key != "type"))
     return _instance(name, value["type"], options)
 

@@ -7,6 +7,8 @@ the identity if there was none, and is counted.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -30,13 +32,13 @@ def due_blocks(stack: Stack, chunks: list[Chunk], calls: list[int]) -> Tensor | 
             continue
         for member, _, where in chunk.pieces:
             age = calls[member.index] - start - 1
-            blocks = torch.arange(chunk.start + where.start, chunk.start + where.stop)
+            blocks = torch.arange(chunk.start + where.start, chunk.start + where.stop, device="cpu")
             if stack.recipe.refresh == "staggered" and age > 0:
                 blocks = blocks[(age + stack.phase_of[blocks]) % freq == 0]
             elif age % freq:
                 continue
             due.append(blocks)
-    index = torch.cat(due) if due else torch.empty(0, dtype=torch.int64)
+    index = torch.cat(due) if due else torch.empty(0, dtype=torch.int64, device="cpu")
     return index if len(index) else None
 
 
@@ -129,8 +131,9 @@ def over_budget(stack: Stack) -> str | None:
         j, block = (int(i) for i in over.nonzero()[0])
         member = next(member for member in stack.members if block < member.stop)
         status = Status(int(sides.record[j, block, FIELD["status"]]))
+        number = int(member.blocks.numbers[block - member.start])  # as `diagnostics` counts
         return (
-            f"{parameter_name(member.group, member.param)}, block {block - member.start} of {member.blocks.count} ({member.blocks.name}), factor of"
+            f"{parameter_name(member.group, member.param)}, block {number} of {math.prod(member.blocks.whole)} ({member.blocks.name}), factor of"
             f" dimension {sides.dims[j]}: {int(failures[j, block])} roots have failed in a row (failure_budget="
             f"{stack.recipe.failure_budget}), the last as {status.name}: {status.advice}. The last good root is still in use;"
             " try a larger rel_damping, factor_dtype=torch.float64 or method='evd', and look at the gradients"

@@ -7,7 +7,7 @@ of square blocks are ``(2, blocks, n, n)``, and their roots are computed as one 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
@@ -34,8 +34,8 @@ RECORD: Final = (
     "correction",
 )
 """What is kept for each factor, in this order: the step of its last refresh (0: never); the status of the last solve, and how many have failed
-in a row; roots computed, refreshes skipped (refresh="certified"), and solves failed, in all; and of the root in use: the eps on its factor, ``alpha I <= X^{p/2} (F + eps I) X^{p/2} <=
-beta I`` as last certified (NaN: never), and the ``1 - b^t`` that the factor was divided by."""
+in a row; roots computed, refreshes skipped (refresh="certified"), and solves failed, in all; and of the root in use: the eps on its factor, ``alpha I <= (X^{p/2} (F + eps I) X^{p/2})^b <= beta I``, p = a/b,
+as last certified (NaN: never), and the ``1 - b^t`` that the factor was divided by."""
 
 FIELD: Final = {name: i for i, name in enumerate(RECORD)}
 
@@ -110,6 +110,9 @@ class Stack:
         None  # most failures in a row, on the CPU; from accelerators it arrives when it arrives
     )
     plans: dict[tuple[int, ...], list[Chunk]] = field(default_factory=dict)
+    views: list[tuple[Tensor, str, int]] = field(
+        default_factory=list
+    )  # in the state: of whom, its key, its memory
 
     @property
     def blocks(self) -> int:
@@ -124,8 +127,8 @@ class Stack:
     @cached_property
     def member_of(self) -> Tensor:
         """The index of each block's member, ``(b,)``."""
-        counts = torch.tensor([member.blocks.count for member in self.members])
-        return torch.repeat_interleave(torch.arange(len(self.members)), counts).to(self.device)
+        counts = torch.tensor([member.blocks.count for member in self.members], device="cpu")
+        return torch.repeat_interleave(counts).to(self.device)
 
     @cached_property
     def phase_of(self) -> Tensor:
@@ -136,6 +139,14 @@ class Stack:
     def side_of(self) -> dict[int, tuple[Sides, int]]:
         """For each dimension that has a factor, where it is."""
         return {dim: (sides, j) for sides in self.sides for j, dim in enumerate(sides.dims)}
+
+    def is_shown(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether the state of the parameters still consists of the views that were put there."""
+        for param, key, place in self.views:
+            part = state.get(param, {}).get(key)
+            if part is None or part.data_ptr() != place:
+                return False
+        return True
 
     def most(self, size: int) -> int:
         """Return how many blocks, or matrices of this side, are worked on at once."""
@@ -275,4 +286,5 @@ class _Maker:
             if key in own:
                 mine.copy_(own[key])
             own[key] = mine
+            stack.views.append((member.param, key, mine.data_ptr()))
         return whole if dims else whole[0]

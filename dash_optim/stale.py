@@ -5,7 +5,8 @@ Let ``A = F/c + eps I`` be the damped, corrected factor and ``S = X^{a/2} A^b X^
 ``max(1 - alpha^{1/a}, beta^{1/a} - 1)``, however old it is.
 
 alpha is free: a factor loses nothing but by its decay, ``F_t >= b F_{t-1}``, so ``A_t >= g A_{t-1}`` with ``g = min(b c_{t-1} / c_t, eps_t / eps_{t-1})``,
-less what rounding the factor may take, and ``alpha_t >= alpha_{t-1} g^b``. beta is bounded from random vectors
+less what rounding the factor may take, and ``alpha_t >= alpha_{t-1} g^b`` (of ``(X^{p/2} A X^{p/2})^b``, which S becomes by Loewner-Heinz: powers above 1
+do not keep the order, so S itself may lose more, the bound on X does not). beta is bounded from random vectors
 (Halko, Martinsson, Tropp 2011, lemma 4.1): ``P(||S^q|| > theta sqrt(2/pi) max_i ||S^q w_i||) <= theta^{-k}`` for k Gaussian w.
 """
 
@@ -31,6 +32,9 @@ FAILURE: Final = 1e-6
 """Probability that one bound on beta is too low."""
 _PROBES, _POWERS = 8, 3
 _ROUNDING: Final = 2.0  # times eps of its dtype and the factor's norm: what rounding an update takes from the factor, above all seen
+_SUMMANDS: Final = (
+    1024  # up to so many products in a sum; where all have one sign rounding grows with their number
+)
 
 
 def fraction_of(p: Exponent) -> Fraction:
@@ -43,7 +47,7 @@ def fraction_of(p: Exponent) -> Fraction:
 
 def certified_due(stack: Stack, sides: Sides, chunk: Chunk, t: Tensor) -> Tensor:
     """Return the numbers of the factors of a chunk that need a new root; write the bounds of the others down."""
-    numbers = sides.numbers(torch.arange(chunk.start, chunk.stop))
+    numbers = sides.numbers(torch.arange(chunk.start, chunk.stop, device="cpu"))
     due = [
         _due(stack, sides, slice(int(part[0]), int(part[-1]) + 1), t)
         for part in numbers.split(chunk.stop - chunk.start)
@@ -66,10 +70,9 @@ def _due(stack: Stack, sides: Sides, span: slice, t: Tensor) -> Tensor:
         beta[pick] = largest_eigenvalue(F[pick], X[pick], c[pick], eps[pick], stack.p)
     error = torch.maximum(1 - alpha ** (1 / a), beta ** (1 / a) - 1)
     kept = error <= stack.recipe.refresh_tol  # False where nothing is known (NaN)
-    record[:, FIELD["alpha"]] = torch.where(kept, alpha, record[:, FIELD["alpha"]])
-    record[:, FIELD["beta"]] = torch.where(kept, beta, record[:, FIELD["beta"]])
-    record[:, FIELD["damping"]] = torch.where(kept, eps, record[:, FIELD["damping"]])
-    record[:, FIELD["correction"]] = torch.where(kept, c, record[:, FIELD["correction"]])
+    # of the others too: if the solve fails the old root stays, and it has aged by this step
+    for name, values in (("alpha", alpha), ("beta", beta), ("damping", eps), ("correction", c)):
+        record[:, FIELD[name]] = values
     record[:, FIELD["skipped"]] += kept
     due: Tensor = (~kept).nonzero().squeeze(-1).cpu() + span.start
     return due
@@ -87,7 +90,9 @@ def aged(stack: Stack, F: Tensor, record: Tensor, steps: Tensor) -> tuple[Tensor
     eps = eps * torch.ones_like(c)
     ratio = torch.where(eps > 0, eps / record[:, FIELD["damping"]], 1.0)
     kept = torch.minimum(b * record[:, FIELD["correction"]] / c, ratio).clamp_max(1.0)
-    kept = (kept - _ROUNDING * torch.finfo(F.dtype).eps * frobenius(F) / (c * eps)).clamp_min(0.0)
+    summands = torch.Size(stack.shape).numel() / F.shape[-1]
+    rounding = _ROUNDING * max(1.0, summands / _SUMMANDS) * torch.finfo(F.dtype).eps
+    kept = (kept - rounding * frobenius(F) / (c * eps)).clamp_min(0.0)
     power = fraction_of(stack.p).denominator
     return c, eps, record[:, FIELD["alpha"]] * (kept * (1 - 8 * U)) ** power
 
@@ -113,7 +118,7 @@ def largest_eigenvalue(F: Tensor, X: Tensor, c: Tensor, eps: Tensor, p: Exponent
     From ``||S^q w||`` for q = 1, ..., 3 and eight vectors w; rounding is followed and added.
     """
     a, b = fraction_of(p).as_integer_ratio()
-    A = F.to(torch.float64).div_(c.reshape(-1, 1, 1))
+    A = F.to(torch.float64) / c.reshape(-1, 1, 1)  # a copy: F is the state itself
     A.diagonal(dim1=-2, dim2=-1).add_(eps.unsqueeze(-1))
     X = X.to(torch.float64)
     n = A.shape[-1]

@@ -90,7 +90,7 @@ def write(member: Member, piece: Piece, U: Tensor, scale: Tensor, taken: Scalar)
     group, param = member.group, member.param
     rate, decay = group["lr"], group["weight_decay"]
     if isinstance(rate, Tensor):
-        rate = rate.reshape(()).to(param.device)
+        rate = rate.reshape(()).to(param.device, U.dtype)  # 1 - lr weight_decay is as exact as the update
     seen, in_place = matrix_view(param, member.view)
     blocks = block_view(seen, member.blocks, piece)
     target = blocks if blocks.dtype in _WORKING else blocks.float()

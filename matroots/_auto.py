@@ -36,7 +36,7 @@ class Choice:
 
     def error(self, n: int, p: float, condition: float) -> float:
         """Return the relative error that is expected for a condition number."""
-        u, kappa = unit_roundoff(self.dtype), torch.tensor(condition, dtype=torch.float64)
+        u, kappa = unit_roundoff(self.dtype), torch.tensor(condition, dtype=torch.float64, device="cpu")
         if isinstance(self.solver, EVD):
             return float(decomposition_rounding(kappa, n, p, u))
         return self.designed + float(sum_rounding(kappa * condition_safety(p), n, p, u))
