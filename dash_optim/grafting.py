@@ -25,9 +25,11 @@ class SGD:
     def accumulate(self, v: Tensor, G: Tensor, beta2: float, taken: Scalar) -> None:
         """Nothing to keep."""
 
-    def direction(self, m: Tensor, v: Tensor | None, beta2: float, t: Tensor) -> tuple[Tensor, Scalar]:
-        """Return D up to a factor for each block, and the factor."""
-        return m.clone(), 1.0
+    def direction(
+        self, m: Tensor, v: Tensor | None, beta2: float, t: Tensor, out: Tensor
+    ) -> tuple[Tensor, Scalar]:
+        """Return D up to a factor for each block, and the factor; D is not to be written to."""
+        return m, 1.0
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,11 @@ class AdaGrad:
         """Add ``g^2``; G is zero where a step is not taken."""
         v.addcmul_(G, G)
 
-    def direction(self, m: Tensor, v: Tensor | None, beta2: float, t: Tensor) -> tuple[Tensor, Scalar]:
+    def direction(
+        self, m: Tensor, v: Tensor | None, beta2: float, t: Tensor, out: Tensor
+    ) -> tuple[Tensor, Scalar]:
         """Return D up to a factor for each block, and the factor."""
-        return _scaled(m, v, self.eps), 1.0
+        return _scaled(m, v, self.eps, out), 1.0
 
 
 @dataclass(frozen=True)
@@ -59,31 +63,35 @@ class RMSProp:
         decay = beta2 if self.beta2 is None else self.beta2
         v.mul_(1 - (1 - decay) * taken).addcmul_(G, G, value=1 - decay)
 
-    def direction(self, m: Tensor, v: Tensor | None, beta2: float, t: Tensor) -> tuple[Tensor, Scalar]:
+    def direction(
+        self, m: Tensor, v: Tensor | None, beta2: float, t: Tensor, out: Tensor
+    ) -> tuple[Tensor, Scalar]:
         """Return D up to a factor for each block, and the factor."""
-        return _scaled(m, v, self.eps), 1.0
+        return _scaled(m, v, self.eps, out), 1.0
 
 
 @dataclass(frozen=True)
 class Adam(RMSProp):
     """``v`` as RMSProp's, ``D = m / (sqrt(v / (1 - beta2^t)) + eps)``: with it the step before preconditioning is AdamW's."""
 
-    def direction(self, m: Tensor, v: Tensor | None, beta2: float, t: Tensor) -> tuple[Tensor, Scalar]:
+    def direction(
+        self, m: Tensor, v: Tensor | None, beta2: float, t: Tensor, out: Tensor
+    ) -> tuple[Tensor, Scalar]:
         """Return D up to a factor for each block, and the factor ``c = sqrt(1 - beta2^t)``: ``D = c m / (sqrt(v) + c eps)``."""
         decay = beta2 if self.beta2 is None else self.beta2
         c = (1 - decay**t).sqrt()
-        return _scaled(m, v, self.eps * c), c
+        return _scaled(m, v, self.eps * c, out), c
 
 
 Grafting = SGD | AdaGrad | RMSProp | Adam
 GRAFTINGS: dict[str, type[Grafting]] = {"sgd": SGD, "adagrad": AdaGrad, "rmsprop": RMSProp, "adam": Adam}
 
 
-def _scaled(m: Tensor, v: Tensor | None, eps: Scalar) -> Tensor:
-    """Return ``m / (sqrt(v) + eps)``; eps is a number or one for each block, ``(b,)``. A zero over zero is zero."""
+def _scaled(m: Tensor, v: Tensor | None, eps: Scalar, out: Tensor) -> Tensor:
+    """Write ``m / (sqrt(v) + eps)`` into ``out``; eps is a number or one for each block, ``(b,)``."""
     if v is None:
         raise ValueError("grafting: its second moment is missing from the state")
-    root = v.sqrt()
+    root = torch.sqrt(v, out=out)
     if isinstance(eps, Tensor):
         eps = eps.to(v.dtype).reshape(-1, *(1,) * (v.ndim - 1))
     return torch.div(m, root.add_(eps), out=root)

@@ -106,13 +106,12 @@ class Stack:
     elements: dict[str, Tensor] = field(default_factory=dict)
     sides: list[Sides] = field(default_factory=list)
     ratio: Tensor | None = None  # ||D|| / ||U|| of each block in the last step
-    worst: Tensor | None = (
-        None  # most failures in a row, on the CPU; from accelerators it arrives when it arrives
-    )
+    # most failures in a row, on the CPU; from accelerators it arrives when it arrives
+    worst: Tensor | None = None
     plans: dict[tuple[int, ...], list[Chunk]] = field(default_factory=dict)
-    views: list[tuple[Tensor, str, int]] = field(
-        default_factory=list
-    )  # in the state: of whom, its key, its memory
+    # in the state: of whom, its key, its memory
+    views: list[tuple[Tensor, str, int]] = field(default_factory=list)
+    scratch: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def blocks(self) -> int:
@@ -147,6 +146,15 @@ class Stack:
             if part is None or part.data_ptr() != place:
                 return False
         return True
+
+    def buffer(self, name: str, chunk: Chunk) -> Tensor:
+        """Return memory for a chunk's blocks, ``(b, *shape)``, the same in every step: fresh memory is neither mapped nor in the cache."""
+        count = chunk.stop - chunk.start
+        held = self.scratch.get(name)
+        if held is None or len(held) < count:
+            held = torch.empty((count, *self.shape), dtype=self.dtype, device=self.device)
+            self.scratch[name] = held
+        return held[:count]
 
     def most(self, size: int) -> int:
         """Return how many blocks, or matrices of this side, are worked on at once."""

@@ -18,7 +18,7 @@ _WORKING = (torch.float32, torch.float64)
 
 def gather(stack: Stack, chunk: Chunk, taken: Scalar) -> Tensor:
     """Return the gradients of a chunk's blocks, ``(b, *shape)``; zeros where the step is not taken."""
-    G = torch.empty((chunk.stop - chunk.start, *stack.shape), dtype=stack.dtype, device=stack.device)
+    G = stack.buffer("gradient", chunk)
     for member, piece, where in chunk.pieces:
         grad = member.param.grad
         if grad is None:
@@ -26,7 +26,9 @@ def gather(stack: Stack, chunk: Chunk, taken: Scalar) -> Tensor:
         seen, _ = matrix_view(grad, member.view)
         blocks = block_view(seen, member.blocks, piece)
         G[where].view(blocks.shape).copy_(blocks)
-    return torch.where(taken > 0, G, 0.0) if isinstance(taken, Tensor) else G
+    if isinstance(taken, Tensor):
+        G.masked_fill_(taken == 0, 0.0)
+    return G
 
 
 def accumulate(stack: Stack, chunk: Chunk, G: Tensor, taken: Scalar) -> None:
@@ -60,14 +62,18 @@ def direction(
     D: Tensor | None = None
     if recipe.grafting is not None:
         v = stack.elements["graft_avg_sq"][span] if recipe.grafting.keeps else None
-        D, factor = recipe.grafting.direction(m, v, recipe.betas[1], steps)
+        D, factor = recipe.grafting.direction(m, v, recipe.betas[1], steps, stack.buffer("direction", chunk))
         grafted = corrected * factor
     if not chunk.preconditioned:
         return (m, corrected, None) if D is None else (D, grafted, None)
+    D_norm = None if D is None else norm(D).to(t.dtype) * grafted
     U = m
-    for dim, (sides, j) in stack.side_of.items():
-        U = mode_product(sides.roots[j, span], U, dim)
-    return U, corrected, None if D is None else norm(D).to(t.dtype) * grafted
+    for i, (dim, (sides, j)) in enumerate(stack.side_of.items()):
+        # what waits for the norms of a layer needs memory of its own
+        fresh = recipe.grafting_scope == "layer" and i == len(stack.side_of) - 1
+        out = None if fresh else stack.buffer(("direction", "product")[i % 2], chunk)
+        U = mode_product(sides.roots[j, span], U, dim, out)
+    return U, corrected, D_norm
 
 
 def apply(stack: Stack, chunk: Chunk, U: Tensor, scale: Tensor, taken: Scalar) -> None:

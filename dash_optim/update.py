@@ -36,12 +36,12 @@ def unfold(G: Tensor, dim: int) -> Tensor:
     return unfolded
 
 
-def mode_product(X: Tensor, M: Tensor, dim: int) -> Tensor:
-    """Multiply ``(b, d_1, ..., d_k)`` along dimension ``dim`` by symmetric X, ``(b, d_i, d_i)``."""
+def mode_product(X: Tensor, M: Tensor, dim: int, out: Tensor | None = None) -> Tensor:
+    """Multiply ``(b, d_1, ..., d_k)`` along dimension ``dim`` by symmetric X, ``(b, d_i, d_i)``; for matrices into ``out``, if given."""
     if M.ndim == 2:
         return torch.bmm(X, M.unsqueeze(-1)).squeeze(-1)
     if M.ndim == 3:
-        return torch.bmm(X, M) if dim == 0 else torch.bmm(M, X)
+        return torch.bmm(X, M, out=out) if dim == 0 else torch.bmm(M, X, out=out)
     moved = M.movedim(dim + 1, 1)
     product: Tensor = torch.bmm(X, moved.flatten(2)).unflatten(2, moved.shape[2:])
     return product.movedim(1, dim + 1)
