@@ -157,6 +157,8 @@ def test_a_checkpoint_holds_plain_values_and_continues_bit_by_bit(
     options = {**OPTIONS, "refresh": refresh, "matmul_dtype": None, **extra}
     if options.get("method") is not None:
         options["p"] = 4
+    if extra and dtype == torch.float32:
+        options["stacking"] = "layer"
     params = parameters(*SHAPES, dtype=dtype)
     opt = DASH(params, **options)
     train(opt, params, range(5))
@@ -747,8 +749,11 @@ SAVED = {4: 0.5, 2: 0.05, "8/3": 0.05}
 """Least share of the roots that need not be computed, at the default tolerance and with a damping of 1e-4 or more."""
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("options", CERTIFIED, ids=str)
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [*((o, torch.float32) for o in CERTIFIED), *((o, torch.float64) for o in CERTIFIED[:6])],
+    ids=str,
+)
 def test_the_recorded_bound_holds_at_every_step(dtype: torch.dtype, options: dict[str, Any]) -> None:
     """``alpha^{1/a} R <= X <= beta^{1/a} R`` for the root in use and R of the factor as it is, in float64, and so its error in the 2-norm.
 
