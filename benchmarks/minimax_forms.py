@@ -14,7 +14,7 @@ from torch import Tensor
 
 from matroots import Minimax
 from matroots._formats import parse_format
-from matroots._products import Product, unit_roundoff
+from matroots._products import Product, Spare, unit_roundoff
 from matroots.solvers._steps import Step, evaluate
 from matroots.solvers.coupled_newton import root_from_inverse
 from matroots.solvers.minimax import run
@@ -49,7 +49,7 @@ def two_sided(A: Tensor, schedule: tuple[Step, ...], multiply: Product, want: st
     Y, Z = A, None
     for number, step in enumerate(schedule, start=1):
         M = Y if Z is None else multiply(Z, Y, torch.empty_like(A))
-        E = evaluate(step, M, multiply)
+        E = evaluate(step, M, multiply, Spare())
         last = number == len(schedule)
         if not last or want == "root":
             Y = multiply.carrier(Y, E, torch.empty_like(A))

@@ -137,13 +137,13 @@ def _factor_columns(
     """Return, for each factor of a stack, the record and what is computed from it."""
     record = sides.record
     steps = torch.stack([state[member.param]["step"] for member in stack.members]).to(record.dtype)
-    steps = steps[stack.member_of].unsqueeze(-1)
+    steps = steps[stack.member_of]
     columns = {name: record[..., i] for name, i in FIELD.items()}
     fresh = columns["refreshed_at"] > 0
     columns["staleness"] = (steps - columns["refreshed_at"]).masked_fill(~fresh, torch.nan)
     columns["condition"] = _condition(stack, sides).masked_fill(~fresh, torch.nan)
     if wanted:
-        columns["error"] = _certified_error(stack, sides, steps.squeeze(-1)).masked_fill(~fresh, torch.nan)
+        columns["error"] = _certified_error(stack, sides, steps).masked_fill(~fresh, torch.nan)
     elif stack.recipe.refresh == "certified":
         a = fraction_of(stack.p).numerator
         columns["error"] = torch.maximum(1 - columns["alpha"] ** (1 / a), columns["beta"] ** (1 / a) - 1)
@@ -164,7 +164,7 @@ def _certified_error(stack: Stack, sides: Sides, steps: Tensor) -> Tensor:
     """Certify the roots in use against the factors as they are now."""
     F, X = sides.factors.flatten(0, 1), sides.roots.flatten(0, 1)
     c = correction(stack.recipe.beta_factors if stack.recipe.bias_correction else 1.0, steps)
-    c = c.repeat_interleave(len(sides.dims)).clamp_min(torch.finfo(c.dtype).tiny)
+    c = c.repeat(len(sides.dims)).clamp_min(torch.finfo(c.dtype).tiny)
     scaled = X.double() * (c ** (-1 / float(stack.p))).double().reshape(-1, 1, 1)
     found = certify(
         F.double(),
@@ -183,13 +183,13 @@ def _reports(sides: Sides, columns: dict[str, list[list[float]]], block: int) ->
         FactorReport(
             dim=dim,
             size=sides.size,
-            status=Status(int(columns["status"][block][j])),
-            certified_error=columns["error"][block][j],
-            condition=columns["condition"][block][j],
-            staleness=columns["staleness"][block][j],
-            refreshes=int(columns["refreshes"][block][j]),
-            skipped=int(columns["skipped"][block][j]),
-            failures=int(columns["failed"][block][j]),
+            status=Status(int(columns["status"][j][block])),
+            certified_error=columns["error"][j][block],
+            condition=columns["condition"][j][block],
+            staleness=columns["staleness"][j][block],
+            refreshes=int(columns["refreshes"][j][block]),
+            skipped=int(columns["skipped"][j][block]),
+            failures=int(columns["failed"][j][block]),
         )
         for j, dim in enumerate(sides.dims)
     ]
@@ -220,7 +220,7 @@ def summarise(
         factors = ", ".join(f"{stack.blocks * len(side.dims)} factors of {side.size}" for side in stack.sides)
         shape = "x".join(map(str, stack.shape))
         lines.append(
-            f"stack: {stack.blocks} blocks of {shape} from {len(stack.members)} parameters, {factors}, p = {float(stack.p):g}, {stack.recipe.method_name(stack.p)},"
+            f"stack: {stack.blocks} blocks of {shape} from {len(stack.members)} parameters, {factors}, p = {float(stack.p):g}, {stack.recipe.solver_for(stack.p)},"
             f" {stack.dtype}".replace("torch.", "")
         )
     kinds: dict[str, int] = {}

@@ -21,9 +21,9 @@ from dash_optim.blocks import Order
 from dash_optim.grafting import GRAFTINGS, Grafting
 from matroots import EVD, Minimax, Rational
 from matroots._arguments import check_count, check_number
-from matroots._exponent import Exponent, parse_exponent
+from matroots._exponent import Exponent, as_integer, parse_exponent
 from matroots._formats import parse_format
-from matroots.scaling import SCALINGS, Scaling
+from matroots.scaling import SCALINGS, Frobenius, Scaling
 from matroots.solvers import SOLVERS, Solver
 
 DEFAULTS: Final[dict[str, Any]] = {
@@ -75,7 +75,7 @@ STRUCTURE: Final = (
 """Options that decide which tensors the state has, and what their numbers mean: a checkpoint of others does not fit."""
 
 DESIGN_ERROR: Final = 5e-3
-"""What method "auto" designs the rational approximation for, unless ``tol`` says otherwise: half a percent of the root."""
+"""The relative error of a root that method "auto" designs for, unless ``tol`` says otherwise."""
 
 _CHOICES: Final = {
     "algorithm": ("dash", "adamw"),
@@ -174,42 +174,54 @@ class Recipe:
         return Fraction(2 * factors) if self.p is None else self.p
 
     def solver_for(self, p: Exponent) -> Solver | str:
-        """Return the solver for p, with ``tol`` where it takes one; raise ``ValueError`` if it cannot take p or the options.
+        """Return the solver for p; raise ``ValueError`` if it cannot take p or the options.
 
-        "auto": with a relative damping, whose floor fixes the work beforehand, the best rational approximation, whose error is at most ``tol``
-        (0.5 %); minimax polynomials where ``matmul_dtype`` asks for products, and for p = 1. Without it, matroots' own "auto".
+        "auto", with a relative damping, whose floor fixes the work beforehand: minimax polynomials for an integer p, best rational approximation for
+        others, either designed for a relative error of ``tol`` (0.5 %). Without relative damping it is matroots' own "auto".
         """
-        p_value = float(p)
-        if self.solver != "auto":
-            solver = cast(Solver, self.solver)
-            solver.check(p, self.tol, self.max_steps)
-            if self.matmul_dtype is not None and isinstance(solver, EVD | Rational):
-                raise ValueError(
-                    f"matmul_dtype: method {type(solver).__name__} has no products to round; use 'minimax', 'ndb', 'cn'"
-                )
-            return solver
-        if self.matmul_dtype is not None or (p_value == 1 and self.rel_damping > 0):
-            solver = Minimax()
-            solver.check(p, self.tol, self.max_steps)
-            return solver
-        if self.rel_damping > 0:
-            return Rational(error=min(self.tol or DESIGN_ERROR, 0.5))
-        return "auto"
+        if self.solver == "auto":
+            return self._chosen(p)
+        solver = cast(Solver, self.solver)
+        solver.check(p, self.tol, self.max_steps)
+        if self.matmul_dtype is not None and isinstance(solver, EVD | Rational):
+            raise ValueError(
+                f"matmul_dtype: method {type(solver).__name__} has no products to round; use 'minimax', 'ndb' or 'cn'"
+            )
+        return solver
 
-    def method_name(self, p: Exponent) -> str:
-        """Return the solver for p as the user would write it."""
-        return str(self.solver_for(p))
+    def _chosen(self, p: Exponent) -> Solver | str:
+        if self.rel_damping == 0 and self.matmul_dtype is None:
+            return "auto"
+        if as_integer(p) is not None:
+            Minimax().check(p, self.tol, self.max_steps)
+            return Minimax()
+        if self.matmul_dtype is not None:
+            raise ValueError(
+                f"matmul_dtype: for p={float(p):g} method 'auto' is a rational approximation, which has no products to round; use 'chebyshev'"
+            )
+        return Rational(error=min(self.tol or DESIGN_ERROR, 0.5))
 
-    @property
-    def keywords(self) -> dict[str, Any]:
-        """The keywords of ``matroots.inv_root_ex`` beside p, method and damping."""
-        designed = self.solver == "auto" and self.matmul_dtype is None and self.rel_damping > 0
+    def keywords(self, p: Exponent, n: int, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the keywords of ``matroots.inv_root_ex`` for factors ``(n, n)`` of this dtype, beside p and damping.
+
+        A relative error of x in every eigenvalue of the root is a residual ``||I - A X^p||_F`` of ``sqrt(n) ((1 + x)^p - 1)``. An average of Gram matrices
+        is positive semidefinite but for rounding, of which a relative damping of a few u is proof enough.
+        """
+        solver = self.solver_for(p)
+        tol, scaling = self.tol, self.scaling
+        if self.solver == "auto" and isinstance(solver, Minimax):
+            tol = math.sqrt(n) * math.expm1(float(p) * math.log1p(min(self.tol or DESIGN_ERROR, 0.5)))
+            scaling = Frobenius() if scaling is None else scaling
+        elif self.solver == "auto" and isinstance(solver, Rational):
+            tol = None
         return {
-            "scaling": self.scaling,
+            "method": solver,
+            "scaling": scaling,
             "rel_damping": self.rel_damping,
-            "tol": None if designed else self.tol,
+            "tol": tol,
             "max_steps": self.max_steps,
             "matmul_dtype": self.matmul_dtype,
+            "assume_positive": self.rel_damping >= 4 * torch.finfo(dtype).eps,
         }
 
 

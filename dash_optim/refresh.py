@@ -47,9 +47,7 @@ def refresh(stack: Stack, due: Tensor | None, t: Tensor) -> None:
     for sides in stack.sides:
         if due is None:
             continue
-        s = len(sides.dims)
-        factors = (due.unsqueeze(-1) * s + torch.arange(s, device="cpu")).flatten()
-        refresh_factors(stack, sides, factors, t)
+        refresh_factors(stack, sides, sides.numbers(due), t)
 
 
 def refresh_certified(stack: Stack, chunk: Chunk, t: Tensor) -> None:
@@ -60,7 +58,7 @@ def refresh_certified(stack: Stack, chunk: Chunk, t: Tensor) -> None:
 
 
 def refresh_factors(stack: Stack, sides: Sides, index: Tensor, t: Tensor) -> None:
-    """Compute the roots of factors, numbered ``block s + side``, `Stack.most` at a time; consecutive ones without a copy."""
+    """Compute the roots of factors by their numbers, `Stack.most` at a time; consecutive ones without a copy."""
     most = max(1, stack.most(sides.size**2))
     for start in range(0, len(index), most):
         part = index[start : start + most]
@@ -75,14 +73,13 @@ def _refresh_part(stack: Stack, sides: Sides, which: slice | Tensor, t: Tensor) 
     The factor divided by its correction c has the root ``c^{1/p} (F + c eps I)^{-1/p}``, which spares a copy of it.
     """
     recipe, p = stack.recipe, float(stack.p)
-    s = len(sides.dims)
     F, roots = sides.factors.flatten(0, 1)[which], sides.roots.flatten(0, 1)
     record = sides.record.flatten(0, 1)
-    steps = t.repeat_interleave(s)[which]
+    steps = t.repeat(len(sides.dims))[which]
     c = correction(recipe.beta_factors if recipe.bias_correction else 1.0, steps)
     damping = recipe.damping * c if recipe.damping else 0.0
-    solver = recipe.solver_for(stack.p)
-    result = inv_root_ex(F, stack.p, method=solver, damping=damping, **recipe.keywords)
+    keywords = recipe.keywords(stack.p, sides.size, F.dtype)
+    result = inv_root_ex(F, stack.p, damping=damping, **keywords)
     X = result.root.mul_((c ** (1 / p)).to(F.dtype).reshape(-1, 1, 1))
     failed = result.status >= int(Status.DIVERGED)
     empty = failed & (result.bound == 0)  # no gradient has come yet: nothing to precondition, and no failure
@@ -106,6 +103,7 @@ def _refresh_part(stack: Stack, sides: Sides, which: slice | Tensor, t: Tensor) 
     new[:, FIELD["status"]] = result.status.masked_fill(empty, int(Status.CONVERGED)).to(new.dtype)
     new[:, FIELD["failures"]] = torch.where(failed, old[:, FIELD["failures"]] + 1, 0.0)
     new[:, FIELD["failed"]] += failed
+    new[:, FIELD["alpha"]].masked_fill_(failed, torch.nan)  # what held a step ago is not followed any further
     record[which] = new
     _watch(stack)
 
@@ -130,13 +128,13 @@ def over_budget(stack: Stack) -> str | None:
         over = failures > stack.recipe.failure_budget
         if not bool(over.any()):
             continue
-        block, j = (int(i) for i in over.nonzero()[0])
+        j, block = (int(i) for i in over.nonzero()[0])
         member = next(member for member in stack.members if block < member.stop)
-        status = Status(int(sides.record[block, j, FIELD["status"]]))
+        status = Status(int(sides.record[j, block, FIELD["status"]]))
         number = int(member.blocks.numbers[block - member.start])  # as `diagnostics` counts
         return (
             f"{parameter_name(member.group, member.param)}, block {number} of {math.prod(member.blocks.whole)} ({member.blocks.name}), factor of"
-            f" dimension {sides.dims[j]}: {int(failures[block, j])} roots have failed in a row (failure_budget="
+            f" dimension {sides.dims[j]}: {int(failures[j, block])} roots have failed in a row (failure_budget="
             f"{stack.recipe.failure_budget}), the last as {status.name}: {status.advice}. The last good root is still in use;"
             " try a larger rel_damping, factor_dtype=torch.float64 or method='evd', and look at the gradients"
         )

@@ -1,8 +1,8 @@
 """Stacks: the blocks of one shape, of all parameters of a device, as tensors with one more dimension.
 
 A `Stack` owns the averages, factors and roots of its blocks; what stands in ``optimizer.state`` are views into them, one for each
-parameter, so that checkpoints are keyed by parameter whatever is stacked with what. Factors of one size lie side by side: both factors
-of square blocks are ``(blocks, 2, n, n)``, and their roots are computed as one batch of ``2 blocks`` matrices.
+parameter, so that checkpoints are keyed by parameter whatever is stacked with what. Factors of one size are one tensor: both factors
+of square blocks are ``(2, blocks, n, n)``, and their roots are computed as one batch of ``2 blocks`` matrices.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -63,13 +64,18 @@ class Member:
 
 @dataclass(frozen=True)
 class Sides:
-    """The factors of one size: ``(b, s, n, n)`` for s dimensions of each block."""
+    """The factors of one size: ``(s, b, n, n)`` for s dimensions of each block; factor j of block i has the number ``j b + i``."""
 
     size: int
     dims: tuple[int, ...]
     factors: Tensor
     roots: Tensor
-    record: Tensor  # (b, s, len(RECORD))
+    record: Tensor  # (s, b, len(RECORD))
+
+    def numbers(self, blocks: Tensor) -> Tensor:
+        """Return the numbers of all factors of some blocks."""
+        first = torch.arange(len(self.dims), device=blocks.device) * self.factors.shape[1]
+        return (first.unsqueeze(-1) + blocks).flatten()
 
 
 @dataclass(frozen=True)
@@ -236,10 +242,9 @@ def _stack(kind: list[tuple[Parameter, BlockClass]], state: dict[Tensor, dict[st
         stack.elements[name] = make(name, blocks.shape, dtype)
     for size in dict.fromkeys(blocks.shape[dim] for dim in blocks.factored):
         dims = tuple(dim for dim in blocks.factored if blocks.shape[dim] == size)
-        square = (len(dims), size, size)
-        factors = make(f"factors_{size}", square, dtype)
-        roots = make(f"roots_{size}", square, dtype, identity=True)
-        record = make(f"record_{size}", (len(dims), len(RECORD)), wide(stack.device), fill=_FRESH)
+        factors = make("factor", (size, size), dtype, dims)
+        roots = make("root", (size, size), dtype, dims, identity=True)
+        record = make("record", (len(RECORD),), wide(stack.device), dims, fill=_FRESH)
         stack.sides.append(Sides(size, dims, factors, roots, record))
     return stack
 
@@ -259,23 +264,27 @@ class _Maker:
         name: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
+        dims: tuple[int, ...] = (),
         *,
         identity: bool = False,
         fill: tuple[float, ...] | None = None,
     ) -> Tensor:
-        """Return a tensor ``(blocks, *shape)`` that holds what the state has under this name, and put its views there."""
+        """Return a tensor that holds what the state has under this name, and put its views there.
+
+        It is ``(len(dims), blocks, *shape)``, or ``(blocks, *shape)`` for what belongs to no dimension.
+        """
         stack = self.stack
-        whole = torch.zeros((stack.blocks, *shape), dtype=dtype, device=stack.device)
+        whole = torch.zeros((max(len(dims), 1), stack.blocks, *shape), dtype=dtype, device=stack.device)
         if identity:
             whole.diagonal(dim1=-2, dim2=-1).fill_(1.0)
         if fill is not None:
             whole[:] = torch.tensor(fill, dtype=dtype, device=stack.device)
-        for member in stack.members:
-            own = self.state[member.param]
-            key = f"{member.blocks.name}.{name}"
-            part = whole[member.start : member.stop]
+        names = [f"{name}_{dim}" for dim in dims] or [name]
+        for member, (part, key) in product(stack.members, zip(whole, names, strict=True)):
+            own, key = self.state[member.param], f"{member.blocks.name}.{key}"
+            mine = part[member.start : member.stop]
             if key in own:
-                part.copy_(own[key])
-            own[key] = part
-            stack.views.append((member.param, key, part.data_ptr()))
-        return whole
+                mine.copy_(own[key])
+            own[key] = mine
+            stack.views.append((member.param, key, mine.data_ptr()))
+        return whole if dims else whole[0]

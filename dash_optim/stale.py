@@ -46,11 +46,20 @@ def fraction_of(p: Exponent) -> Fraction:
 
 
 def certified_due(stack: Stack, sides: Sides, chunk: Chunk, t: Tensor) -> Tensor:
-    """Return the factors of a chunk, numbered ``block s + side``, that need a new root; write the bounds of the others down."""
-    s, span = len(sides.dims), chunk.span
-    F, X = sides.factors[span].flatten(0, 1), sides.roots[span].flatten(0, 1)
-    record = sides.record[span].flatten(0, 1)
-    steps = t[span].repeat_interleave(s)
+    """Return the numbers of the factors of a chunk that need a new root; write the bounds of the others down."""
+    numbers = sides.numbers(torch.arange(chunk.start, chunk.stop, device="cpu"))
+    due = [
+        _due(stack, sides, slice(int(part[0]), int(part[-1]) + 1), t)
+        for part in numbers.split(chunk.stop - chunk.start)
+    ]
+    joined: Tensor = torch.cat(due)
+    return joined
+
+
+def _due(stack: Stack, sides: Sides, span: slice, t: Tensor) -> Tensor:
+    """Do the same for factors with consecutive numbers."""
+    F, X, record = (part.flatten(0, 1)[span] for part in (sides.factors, sides.roots, sides.record))
+    steps = t.repeat(len(sides.dims))[span]
     a, _ = fraction_of(stack.p).as_integer_ratio()
     c, eps, alpha = aged(stack, F, record, steps)
     tolerable = (1 - alpha ** (1 / a) <= stack.recipe.refresh_tol).nonzero().squeeze(-1)
@@ -65,7 +74,8 @@ def certified_due(stack: Stack, sides: Sides, chunk: Chunk, t: Tensor) -> Tensor
     for name, values in (("alpha", alpha), ("beta", beta), ("damping", eps), ("correction", c)):
         record[:, FIELD[name]] = values
     record[:, FIELD["skipped"]] += kept
-    return (~kept).nonzero().squeeze(-1).cpu() + chunk.start * s
+    due: Tensor = (~kept).nonzero().squeeze(-1).cpu() + span.start
+    return due
 
 
 def aged(stack: Stack, F: Tensor, record: Tensor, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:

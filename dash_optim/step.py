@@ -33,7 +33,7 @@ def accumulate(stack: Stack, chunk: Chunk, G: Tensor, taken: Scalar) -> None:
     """Bring factors and averages up to date with the gradients."""
     recipe, span = stack.recipe, chunk.span
     for dim, (sides, j) in stack.side_of.items():
-        accumulate_factor(sides.factors[span, j], G, dim, recipe.beta_factors, taken)
+        accumulate_factor(sides.factors[j, span], G, dim, recipe.beta_factors, taken)
     if "exp_avg" in stack.elements:
         weight = (1 - recipe.betas[0]) * taken
         m = stack.elements["exp_avg"][span]
@@ -66,7 +66,7 @@ def direction(
         return (m, corrected, None) if D is None else (D, grafted, None)
     U = m
     for dim, (sides, j) in stack.side_of.items():
-        U = mode_product(sides.roots[span, j], U, dim)
+        U = mode_product(sides.roots[j, span], U, dim)
     return U, corrected, None if D is None else norm(D).to(t.dtype) * grafted
 
 

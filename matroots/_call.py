@@ -40,6 +40,7 @@ def inv_root_ex(
     matmul_dtype: torch.dtype | str | None = None,
     max_batch: int | None = None,
     generator: torch.Generator | None = None,
+    assume_positive: bool = False,
     certify: bool = False,
 ) -> InvRoot:
     """Compute ``(A + eps I)^{-1/p}`` of each member of a batch and report on each; never raise for a bad member.
@@ -68,6 +69,9 @@ def inv_root_ex(
             lie above ``2 u`` times the bound (``4 u`` for p = 1), u of the precision, the damping is raised to that. Not for "evd".
         max_batch: members solved at once; bounds the workspace, does not change the answer.
         generator: random start vectors for the power iterations; None: the same ones on each call.
+        assume_positive: A is known to be positive semidefinite up to rounding that the damping exceeds, as an average of Gram matrices with a
+            relative damping is: the proof by a Cholesky factor is left out, which for small n takes as long as several products. Of a matrix that
+            is not, the root may be one of another sign, with status CONVERGED; only ``certify`` would tell.
         certify: fill ``certificate`` by :func:`matroots.certify` of the result.
 
     Returns:
@@ -95,6 +99,7 @@ def inv_root_ex(
         matmul_dtype=matmul_dtype,
         max_batch=max_batch,
         generator=generator,
+        assume_positive=assume_positive,
     )
     if certify:
         rational_exponent(p)  # refuse before the work what could not be certified after it
@@ -117,6 +122,7 @@ def inv_root(
     matmul_dtype: torch.dtype | str | None = None,
     max_batch: int | None = None,
     generator: torch.Generator | None = None,
+    assume_positive: bool = False,
 ) -> Tensor:
     """Return ``(A + eps I)^{-1/p}`` of each member of a batch: a tensor like A, symmetric.
 
@@ -146,6 +152,7 @@ def inv_root(
         matmul_dtype=matmul_dtype,
         max_batch=max_batch,
         generator=generator,
+        assume_positive=assume_positive,
     )
     _raise_or_warn(result, float(p), stacklevel=3)
     return result.root

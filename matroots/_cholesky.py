@@ -25,17 +25,25 @@ def inverse_factor(A: Tensor, leaf: int | None = None) -> tuple[Tensor, Tensor]:
     ``R A R^T = I`` and ``R^T R = A^{-1}``; a member without a factor holds anything. About ``2/3 n^3`` operations.
     """
     n = A.shape[-1]
-    leaf = (_LEAF if n < _LARGE else _LARGE_LEAF) if leaf is None else leaf
-    if n <= leaf:
-        return _lapack(A)
-    h = _halved(n, leaf)
     R = A.new_zeros(A.shape)
-    R11, definite = inverse_factor(A[:, :h, :h], leaf)
+    definite = _fill(R, A, ((_LEAF if n < _LARGE else _LARGE_LEAF) if leaf is None else leaf))
+    return R, definite
+
+
+def _fill(R: Tensor, A: Tensor, leaf: int) -> Tensor:
+    """Write the inverse factor of A into R, which holds zeros, and return where there is one."""
+    n = A.shape[-1]
+    if n <= leaf:
+        inverse, definite = _lapack(A)
+        R.copy_(inverse)
+        return definite
+    h = _halved(n, leaf)
+    R11, R22 = R[:, :h, :h], R[:, h:, h:]
+    definite = _fill(R11, A[:, :h, :h], leaf)
     L21 = times_transposed_lower(A[:, h:, :h], R11)
-    R22, rest = inverse_factor(_minus_gram(A[:, h:, h:], L21), leaf)
-    R[:, :h, :h], R[:, h:, h:] = R11, R22
+    rest = _fill(R22, _minus_gram(A[:, h:, h:], L21), leaf)
     R[:, h:, :h] = lower_times(R22, times_lower(L21, R11)).neg_()
-    return R, definite & rest
+    return definite & rest
 
 
 def _halved(n: int, leaf: int) -> int:

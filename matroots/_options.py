@@ -30,6 +30,7 @@ class Keywords(TypedDict, total=False):
     matmul_dtype: torch.dtype | str | None
     max_batch: int | None
     generator: torch.Generator | None
+    assume_positive: bool
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Options:
     max_batch: int | None
     generator: torch.Generator | None
     compute_dtype: torch.dtype
+    assume_positive: bool
 
     @property
     def lowest(self) -> float:
@@ -70,6 +72,7 @@ def resolve_options(
     matmul_dtype: torch.dtype | str | None = None,
     max_batch: int | None = None,
     generator: torch.Generator | None = None,
+    assume_positive: bool = False,
 ) -> Options:
     """Check every keyword against A and the method, and resolve names to instances."""
     exponent = parse_exponent(p)
@@ -96,7 +99,15 @@ def resolve_options(
         generator=generator,
         operands=_operands(matmul_dtype, solver),
         compute_dtype=_compute_dtype(A.dtype, solver, matmul_dtype),
+        assume_positive=_check_flag("assume_positive", assume_positive),
     )
+
+
+def _check_flag(name: str, value: object) -> bool:
+    """Return a flag, or raise ``TypeError`` for anything that is none."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+    return value
 
 
 def _resolve(name: str, value: Any, table: Mapping[str, Any], function: str) -> Any:

@@ -25,6 +25,7 @@ from matroots._products import (
 from matroots._result import Status
 from matroots.scaling.bounds import norm_bound
 
+_ONE_FACTOR = 60  # powers of two that are far from the limits of every dtype of the computation
 EMPTY_ROW = 0.5  # stands in for the diagonal of a zero row: no larger than max |a_ij| after equilibration
 
 
@@ -61,7 +62,7 @@ def prepare(
     Equilibration divides by a power of two, which is exact, so that no norm overflows or underflows.
     ``damping`` is float64 ``(b,)``, in the units of the input; it is put on the diagonal unless ``damped`` is False.
     """
-    largest = A.abs().amax((-2, -1)).to(wide(A.device))
+    largest = largest_entry(A).to(wide(A.device))
     finite = torch.isfinite(largest) & torch.isfinite(damping)
     own = torch.frexp(torch.where(finite, largest, 1.0)).exponent.to(largest.dtype)
     both = torch.where(finite, torch.maximum(largest, damping), 1.0)
@@ -112,18 +113,22 @@ def prove_definite(
     shift = torch.zeros_like(prepared.damping)
     if may_hold(failed):
         shift, failed = _shift(A, failed, prepared, u_input)
-    status = torch.where(failed, int(Status.INDEFINITE), int(Status.CONVERGED))
-    if singular_fails:
-        singular = (status == int(Status.CONVERGED)) & prepared.zero_rows.any(-1)
-        status = torch.where(singular, int(Status.SINGULAR), status)
-    status = torch.where(prepared.status == int(Status.CONVERGED), status, prepared.status)
+    status = prepared.status.masked_fill(
+        failed & (prepared.status == int(Status.CONVERGED)), int(Status.INDEFINITE)
+    )
     proven = replace(
         prepared,
         A=with_identity(add_to_diagonal(A, shift), failed),
         damping=prepared.damping + shift,
-        status=status.to(torch.int32),
+        status=status,
     )
-    return proven, covered
+    return flag_zero_rows(proven) if singular_fails else proven, covered
+
+
+def flag_zero_rows(prepared: Prepared) -> Prepared:
+    """Mark what has a row of zeros and is not damped SINGULAR: it has no inverse root."""
+    singular = prepared.zero_rows.any(-1) & (prepared.status == int(Status.CONVERGED))
+    return replace(prepared, status=prepared.status.masked_fill(singular, int(Status.SINGULAR)))
 
 
 def raise_damping(prepared: Prepared, least: float) -> Prepared:
@@ -159,6 +164,12 @@ def _shift(A: Tensor, failed: Tensor, prepared: Prepared, u_input: float) -> tup
     return shift, failed
 
 
+def largest_entry(A: Tensor) -> Tensor:
+    """Return ``max |a_ij|`` of each member, ``(b,)``, NaN where there is one."""
+    flat = A.flatten(-2)
+    return torch.maximum(flat.amax(-1), -flat.amin(-1))
+
+
 def members_of(A: Tensor, start: int, count: int) -> Tensor:
     """Return members ``start : start + count`` of ``(*, n, n)``, numbered row by row, as ``(count, n, n)``.
 
@@ -172,9 +183,11 @@ def members_of(A: Tensor, start: int, count: int) -> Tensor:
 
 
 def rescaled(A: Tensor, exponent: Tensor) -> Tensor:
-    """Return ``2^exponent A`` (exponent ``(b,)``, A ``(b, ...)``), in two factors, as one of them could overflow."""
-    half = torch.floor(exponent / 2)
+    """Return ``2^exponent A`` (exponent ``(b,)``, A ``(b, ...)``), in two factors where one of them could overflow."""
     shape = (-1, *[1] * (A.ndim - 1))
+    if not may_hold(exponent.abs() > _ONE_FACTOR):
+        return A * torch.exp2(exponent).to(A.dtype).reshape(shape)
+    half = torch.floor(exponent / 2)
     return (A * torch.exp2(half).to(A.dtype).reshape(shape)).mul_(
         torch.exp2(exponent - half).to(A.dtype).reshape(shape)
     )

@@ -18,6 +18,8 @@ from matroots._prepare import (
     EMPTY_ROW,
     Prepared,
     decoupled,
+    flag_zero_rows,
+    largest_entry,
     members_of,
     prepare,
     prove_definite,
@@ -48,6 +50,11 @@ _CACHE = 12 * 2**20
 
 def solve(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor]:
     """Solve in chunks of ``max_batch`` members; return the result and, for a pair, ``A^{1/p}`` beside it."""
+    return solve_judged(A, options, want)[:2]
+
+
+def solve_judged(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor, Tensor]:
+    """Return the same and the solver's estimate of its error from rounding, NaN where it has none; float64."""
     n, batch = A.shape[-1], A.shape[:-2]
     b = math.prod(batch)
     if isinstance(options.solver, EVD) and n > LAPACK_LIMIT:
@@ -58,7 +65,8 @@ def solve(A: Tensor, options: Options, want: Want) -> tuple[InvRoot, Tensor]:
         whole = _collected(_chunks(A.detach(), chunk_size(A, options), options, want), b)
     small = {name: field.reshape((*batch, *field.shape[1:])) for name, field in whole.diagnostics.items()}
     roots = [root.reshape(A.shape) for root in whole.roots]
-    return InvRoot(root=roots[0], **small, certificate=None), roots[-1]
+    rounding = small.pop("rounding")
+    return InvRoot(root=roots[0], **small, certificate=None), roots[-1], rounding
 
 
 def chunk_size(A: Tensor, options: Options) -> int:
@@ -72,7 +80,7 @@ def chunk_size(A: Tensor, options: Options) -> int:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some members' roots (one, or the inverse and the other) and the fields of :class:`InvRoot` beside ``root``."""
+    """Some members' roots (one, or the inverse and the other), the fields of :class:`InvRoot` beside ``root``, and "rounding"."""
 
     roots: tuple[Tensor, ...]
     diagnostics: dict[str, Tensor]
@@ -83,7 +91,7 @@ def _nothing(A: Tensor, b: int) -> _Part:
     zero = torch.zeros(b, dtype=wide(A.device), device=A.device)
     count = zero.to(torch.int64)
     counts = {"status": count.to(torch.int32), "steps": count, "matmuls": count}
-    values = dict.fromkeys(("residual", "scale", "bound", "damping"), zero)
+    values = dict.fromkeys(("residual", "scale", "bound", "damping", "rounding"), zero)
     return _Part((torch.empty_like(A.detach()),), {**counts, **values, "history": zero.new_empty(b, 0)})
 
 
@@ -102,8 +110,9 @@ def _chunks(A: Tensor, size: int, options: Options, want: Want) -> Iterator[_Par
 
     # a generator has one state, and a mode of torch's one thread
     threads = workers(b, n) if A.is_cpu and generator is None else 1
-    if threads > 1:
-        size = min(size, -(-b // threads))
+    if threads > 1:  # as many chunks as keep every thread busy to the end
+        rounds = -(-b // (size * threads))
+        size = -(-b // (threads * rounds))
     starts = range(0, b, size)
     if threads > 1 and balanced(b, size, threads):
         yield from mapped(part, starts, threads)
@@ -143,7 +152,10 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
         scale = _scale(decoupled(prepared), options)
         floor = scale * solver.designed_floor(options.rel_damping, options.lowest)
         eps = prepared.damping
-        prepared, covered = prove_definite(prepared, floor, unit_roundoff(A.dtype), want != "root")
+        if options.assume_positive:
+            prepared = flag_zero_rows(prepared) if want != "root" else prepared
+        else:
+            prepared, covered = prove_definite(prepared, floor, unit_roundoff(A.dtype), want != "root")
         if options.operands is not None:
             prepared = raise_damping(prepared, options.operands.least_eigenvalue(float(options.p)))
             covered = covered | exceeds(prepared.A, floor)
@@ -165,10 +177,13 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     if may_hold(failed):
         for root in roots:
             root.masked_fill_(failed.reshape(-1, 1, 1), torch.nan)
+    unknown = torch.full_like(scale, torch.nan)
+    rounding = unknown if solution.rounding is None else solution.rounding
     diagnostics = {
         "status": status,
         "steps": solution.steps.masked_fill(unsolved, 0),
         "residual": solution.residual.masked_fill(failed, torch.nan),
+        "rounding": rounding.masked_fill(failed | unsolved, torch.nan),
         "history": solution.history.masked_fill(unsolved.unsqueeze(-1), torch.nan),
         "matmuls": solution.matmuls + (options.scaling.matmuls if solver.needs_definite else 0),
     }
@@ -177,10 +192,10 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
 
 def _unusable(root: Tensor, computed: Tensor) -> Tensor:
     """Return whether a root has overflown its dtype, or vanished in half precision, ``(b,)``."""
-    largest = root.abs().amax((-2, -1))
+    largest = largest_entry(root)
     if root.dtype not in HALF_DTYPES:
         return ~torch.isfinite(largest)
-    return ~torch.isfinite(largest) | ((largest == 0) & (computed.abs().amax((-2, -1)) > 0))
+    return ~torch.isfinite(largest) | ((largest == 0) & (largest_entry(computed) > 0))
 
 
 def _lost(X: Tensor, covered: Tensor, options: Options) -> Tensor:
@@ -208,6 +223,7 @@ def _problem(prepared: Prepared, scale: Tensor, covered: Tensor, options: Option
         lowest=options.lowest,
         covered=covered,
         multiply=Product(options.operands),
+        judged=options.certified_tol is not None,
     )
 
 
@@ -230,8 +246,9 @@ def _returned(
     whole = torch.floor(sign * prepared.exponent * b / a)
     rest = (sign * prepared.exponent * b - whole * a) / a
     factor = scale ** (sign / float(p)) * torch.exp2(rest) / 2
-    doubled = torch.add(root, root.mT).mul_(factor.to(root.dtype).reshape(-1, 1, 1))
-    result = rescaled(doubled, whole)
+    result = torch.add(root, root.mT).mul_(factor.to(root.dtype).reshape(-1, 1, 1))
+    if may_hold(whole != 0):
+        result = rescaled(result, whole)
     if sign > 0:
         empty = prepared.zero_rows
         result.masked_fill_(empty.unsqueeze(-1) | empty.unsqueeze(-2), 0.0)

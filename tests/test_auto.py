@@ -16,6 +16,7 @@ from torch import Tensor
 import matroots
 from matroots import EVD, Rational, Status, _auto, _tune
 from matroots._auto import PRECISE, choose
+from matroots._rounding import condition_number
 from matroots._tune import Costs, costs
 
 LIKE = torch.eye(1)  # fp32 on CPU
@@ -90,7 +91,7 @@ def test_the_cheapest_able_method_is_chosen(monkeypatch, cheapest):
 @pytest.mark.parametrize("rel_damping", [0.0, 1e-6, 1e-3])
 def test_a_method_that_is_predicted_to_miss_is_never_chosen(monkeypatch, cheapest, p, rel_damping):
     monkeypatch.setattr(_auto, "costs", lambda n, device: CHEAPEST[cheapest])
-    expected = torch.tensor(1e3 if rel_damping == 1e-3 else _auto.TYPICAL_CONDITION)
+    expected = 1e3 if rel_damping == 1e-3 else _auto.TYPICAL_CONDITION
     for tol in (10.0**-k for k in range(10)):
         choice = choose(64, p, tol, rel_damping, LIKE)
         assert choice.error(64, p, expected) <= tol
@@ -119,12 +120,12 @@ def test_a_second_solve_serves_the_hard_member_alone(monkeypatch, cheapest):
 
     monkeypatch.setattr(_auto, "_solve", counted)
     # at 1e-4 float32 is not even tried: at the typical condition number it is predicted to miss
-    result = matroots.inv_root_ex(A, 2, method="auto", tol=2e-3)
+    result = matroots.inv_root_ex(A, 2, method="auto", tol=3e-3)
     assert [(choice == PRECISE, b) for choice, b in solved] == [(False, 3), (True, 1)]
     assert result.status.tolist() == [Status.CONVERGED] * 3
-    assert bool((error(result.root, inverse_root(A, 2)) <= 2e-3).all())
+    assert bool((error(result.root, inverse_root(A, 2)) <= 3e-3).all())
     for i in range(3):
-        alone = matroots.inv_root_ex(A[i], 2, method="auto", tol=2e-3)
+        alone = matroots.inv_root_ex(A[i], 2, method="auto", tol=3e-3)
         for whole, single in zip(result[:-1], alone[:-1], strict=True):
             assert torch.equal(whole[i].nan_to_num(7.0), single.nan_to_num(7.0))
 
@@ -154,24 +155,16 @@ def test_members_without_a_root_keep_their_status(monkeypatch, cheapest):
     assert bool(result.root[1:4].isnan().all())
 
 
-@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
-@pytest.mark.parametrize(
-    "p",
-    [
-        1,
-        2,
-        2.5,
-        4,
-    ],
-)
-def test_the_condition_number_is_estimated_to_a_factor_of_two(scale, p):
+@pytest.mark.parametrize("scale", [1e-5, 1.0, 1e5])
+@pytest.mark.parametrize("p", [1, 2, 2.5, 4])
+def test_the_condition_number_is_estimated_to_a_third(scale, p):
     for seed in range(8):
         G = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(seed), dtype=FP64)
         A = (G @ G.mT + 10.0 ** -(seed % 4) * torch.eye(24)) * scale
         result = matroots.inv_root_ex(A, p, method=EVD())
-        ratio = _auto.condition(A, result, float(p)) / torch.linalg.cond(A)
-        assert bool((ratio >= 0.8).all())
-        assert bool((ratio <= 2.0).all())
+        ratio = condition_number(A, result.root, float(p)) / torch.linalg.cond(A)
+        assert bool((ratio >= 1.0).all())
+        assert bool((ratio <= 1.33).all())
 
 
 def test_tol_of_an_irrational_order_is_predicted_and_not_certified():

@@ -15,7 +15,7 @@ from table import BF16, FP16, FP32, FP64, name
 import matroots
 from matroots import Minimax, Status
 from matroots._formats import parse_format
-from matroots._products import Product
+from matroots._products import Product, Spare
 from matroots.solvers._remez import _equioscillating, minimax_step
 from matroots.solvers._steps import COSTS, Step, evaluate, two_factors
 from matroots.solvers.minimax import cheapest_schedule, transformed
@@ -80,12 +80,14 @@ def test_a_polynomial_of_a_matrix_takes_few_products_and_keeps_the_digits(degree
             spent.append(1)
             return super().__call__(*args, **keywords)
 
-    Q = evaluate(step, torch.diag(values).unsqueeze(0), Counted())[0]
+    Q = evaluate(step, torch.diag(values).unsqueeze(0), Counted(), Spare())[0]
     assert len(spent) == COSTS[degree]
     exact = torch.from_numpy(step(values.numpy()))
     assert (Q.diagonal() - exact).abs().max() <= 1e-14 * exact.max()
     M = with_spectrum(values, dtype=FP32).unsqueeze(0)
-    assert error(evaluate(step, M, Product())[0], with_spectrum(exact)) < 2e-6  # in powers of M: 4e-5
+    assert (
+        error(evaluate(step, M, Product(), Spare())[0], with_spectrum(exact)) < 2e-6
+    )  # in powers of M: 4e-5
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8, 64, 1000])
@@ -276,7 +278,7 @@ def test_rounding_keeps_the_spectrum_within_the_margin(p, cushion, n, dtype, ope
         for step in schedule.steps:
             top = torch.linalg.eigvalsh((M[0] + M[0].mT).double() / 2)[-1]
             assert top <= step.domain[1] * (1 + 1e-15)
-            M = transformed(M, evaluate(step, M, multiply), p, multiply)
+            M = transformed(M, evaluate(step, M, multiply, Spare()), p, multiply, Spare())
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=name)

@@ -79,16 +79,21 @@ def rayleigh(A: Tensor, V: Tensor, steps: int, dtype: torch.dtype | None = None)
     ``v A v / v v``, at most ``lambda_max`` up to rounding, whatever the start; 0 where the vectors vanish.
     """
     low = A if dtype is None else A.to(dtype).to(A.dtype)
+    W = power_steps(low, V, steps - 1, dtype)
+    quotients = (torch.bmm(W, A) * W).sum(-1)
+    return quotients.amax(-1).clamp_min(0.0).to(wide(A.device))
+
+
+def power_steps(A: Tensor, V: Tensor, steps: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the rows of V times ``A^steps``, normalised, ``(b, k, n)``; ``dtype`` rounds them before each product."""
     W = V.expand(A.shape[0], *V.shape).contiguous()
-    for step in range(steps - 1):
+    for step in range(steps):
         if dtype is not None:
             W = _normalised(W).to(dtype).to(A.dtype)
         elif step % _RENORMALISE_EVERY == 0:
             W = _normalised(W)
-        W = torch.bmm(W, low)
-    W = _normalised(W)
-    quotients = (torch.bmm(W, A) * W).sum(-1)
-    return quotients.amax(-1).clamp_min(0.0).to(wide(A.device))
+        W = torch.bmm(W, A)
+    return _normalised(W)
 
 
 def _normalised(W: Tensor) -> Tensor:

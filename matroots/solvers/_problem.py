@@ -32,6 +32,7 @@ class Problem:
         lowest: eigenvalues below this are not worth designing for: ``4 u``; half of what a format lifts them to.
         covered: ``(b,)`` bool, A is proven to lie above the solver's :meth:`Solver.designed_floor`.
         multiply: the product of two batches.
+        judged: an estimate of the error from rounding is wanted, where the solver has one.
     """
 
     A: Tensor
@@ -46,6 +47,7 @@ class Problem:
     lowest: float
     covered: Tensor
     multiply: Product
+    judged: bool = False
 
     @property
     def unit_roundoff(self) -> float:
@@ -70,7 +72,8 @@ class Solution:
     """Roots of ``Problem.A``, and per member (shape ``(b,)``) how they were found.
 
     ``inverse`` and ``root`` are None unless wanted. ``scale`` is the largest eigenvalue of ``Problem.A`` where the
-    solver knows it, else 1; ``shift`` what it added to the spectrum (NaN for a change that is no shift).
+    solver knows it, else 1; ``shift`` what it added to the spectrum (NaN for a change that is no shift); ``rounding`` an
+    estimate of the relative error of the inverse root that comes from rounding.
     """
 
     inverse: Tensor | None
@@ -82,6 +85,7 @@ class Solution:
     matmuls: Tensor
     scale: Tensor | None = None
     shift: Tensor | None = None
+    rounding: Tensor | None = None
 
 
 class Solver(Protocol):

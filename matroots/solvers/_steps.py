@@ -18,7 +18,7 @@ import torch
 from numpy.polynomial import Chebyshev, chebyshev
 from torch import Tensor
 
-from matroots._products import add_to_diagonal
+from matroots._products import Spare, add_to_diagonal
 from matroots.solvers._giant_steps import regrouped
 
 Array = npt.NDArray[np.float64]
@@ -44,34 +44,43 @@ class Step:
         return value
 
 
-def evaluate(step: Step, M: Tensor, multiply: Callable[..., Tensor]) -> Tensor:
+def evaluate(step: Step, M: Tensor, multiply: Callable[..., Tensor], spare: Spare) -> Tensor:
     """Return ``q(M)``: ``COSTS[step.degree]`` products."""
     low, high = step.domain
-    t = add_to_diagonal(M * (2 / (high - low)), -(high + low) / (high - low))
+    t = torch.mul(M, 2 / (high - low), out=spare.take(M))
+    add_to_diagonal(t, -(high + low) / (high - low))
     if step.degree == 1:
         return add_to_diagonal(t.mul_(step.series[1]), step.series[0])
     if step.degree == 8:
-        return _eighth(step.series, t, multiply)
-    T_2 = add_to_diagonal(multiply(t, t, torch.empty_like(t), alpha=2.0), -1.0)
+        return _eighth(step.series, t, multiply, spare)
+    T_2 = add_to_diagonal(multiply(t, t, spare.take(t), alpha=2.0), -1.0)
     b = regrouped(step.series, 2).tolist()
     if len(b) == 1:
-        return add_to_diagonal(T_2.mul_(b[0][2]).add_(t, alpha=b[0][1]), b[0][0])
-    upper = add_to_diagonal((T_2 * b[1][2]).add_(t, alpha=b[1][1]), b[1][0])
-    q = multiply(T_2, upper, torch.empty_like(t))
-    return add_to_diagonal(q.add_(T_2, alpha=b[0][2]).add_(t, alpha=b[0][1]), b[0][0])
+        q = add_to_diagonal(T_2.mul_(b[0][2]).add_(t, alpha=b[0][1]), b[0][0])
+        spare.give(t)
+        return q
+    upper = torch.mul(T_2, b[1][2], out=spare.take(t)).add_(t, alpha=b[1][1])
+    q = multiply(T_2, add_to_diagonal(upper, b[1][0]), spare.take(t))
+    q.add_(T_2, alpha=b[0][2]).add_(t, alpha=b[0][1])
+    spare.give(t, T_2, upper)
+    return add_to_diagonal(q, b[0][0])
 
 
-def _eighth(series: tuple[float, ...], t: Tensor, multiply: Callable[..., Tensor]) -> Tensor:
+def _eighth(series: tuple[float, ...], t: Tensor, multiply: Callable[..., Tensor], spare: Spare) -> Tensor:
     """Return ``sum_k series_k T_k(t)`` of degree 8."""
     coefficients = two_factors(series)
     if coefficients is None:
         raise ValueError("series: a polynomial of degree 8 that is no product of two real factors and a rest")
     c_4, c_3, d_2, d_1, e_2, e_0, f_2, f_1, f_0 = coefficients
-    square = multiply(t, t, torch.empty_like(t))
-    y = multiply(square, (square * c_4).add_(t, alpha=c_3), torch.empty_like(t))
-    left = torch.add(y, square, alpha=d_2).add_(t, alpha=d_1)
-    q = multiply(left, torch.add(y, square, alpha=e_2), torch.empty_like(t))
-    return add_to_diagonal(q.add_(y, alpha=e_0).add_(square, alpha=f_2).add_(t, alpha=f_1), f_0)
+    square = multiply(t, t, spare.take(t))
+    left = torch.mul(square, c_4, out=spare.take(t)).add_(t, alpha=c_3)
+    y = multiply(square, left, spare.take(t))
+    torch.add(y, square, alpha=d_2, out=left).add_(t, alpha=d_1)
+    right = torch.add(y, square, alpha=e_2, out=spare.take(t))
+    q = multiply(left, right, spare.take(t))
+    q.add_(y, alpha=e_0).add_(square, alpha=f_2).add_(t, alpha=f_1)
+    spare.give(t, square, left, right, y)
+    return add_to_diagonal(q, f_0)
 
 
 @lru_cache(maxsize=512)

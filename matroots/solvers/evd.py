@@ -12,6 +12,7 @@ from matroots._arguments import check_number
 from matroots._exponent import Exponent
 from matroots._products import add_to_diagonal, unit_roundoff, wide
 from matroots._result import Status
+from matroots._rounding import decomposition_rounding
 from matroots.solvers._problem import Problem, Solution
 
 Spectrum = Literal["damp", "shift", "abs", "clip", "pinv", "refuse"]
@@ -118,6 +119,9 @@ class EVD:
             matmuls=matmuls * each,
             scale=top,
             shift=shift + jitter,
+            rounding=decomposition_rounding(
+                kept.amax(-1) / kept.amin(-1), A.shape[-1], float(problem.p), unit_roundoff(A.dtype)
+            ),
         )
 
     def _treat(self, eigenvalues: Tensor, problem: Problem, u: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from matroots._arguments import check_fraction, check_number
 from matroots._cholesky import smallest_eigenvalue_bound
 from matroots._exponent import Exponent, addition_chain, as_integer
-from matroots._products import Product, add_to_diagonal, frobenius
+from matroots._products import Product, Spare, add_to_diagonal, frobenius
 from matroots._result import Status
 from matroots.solvers._problem import OfDefinite, Problem, Solution
 from matroots.solvers._remez import minimax_step
@@ -233,30 +233,39 @@ def _target(problem: Problem, p: int) -> float:
 
 def run(A: Tensor, p: int, steps: tuple[Step, ...], multiply: Product) -> tuple[Tensor, Tensor]:
     """Apply the steps to ``M_0 = A``; return X and ``||I - M||_F`` before the last step. A is overwritten."""
-    M, X = A, None
+    M, X, spare = A, None, Spare()
     symmetric = multiply.symmetric if p > 1 else multiply  # a mirrored product in q(M) costs p = 1 a digit
     for step in steps[:-1]:
-        Q = evaluate(step, M, symmetric)
+        Q = evaluate(step, M, symmetric, spare)
+        M = transformed(M, Q, p, multiply, spare)
+        if X is None:
+            X = Q
+            continue
         # not mirrored: errors E_ij of X grow by q_i or q_j in a whole product, in a mirrored one by their mean, and where the
         # q of two eigenvalues are large in turn (a floor far below the spectrum) the means multiply to more
-        X = Q if X is None else multiply(X, Q, torch.empty_like(Q))
-        M = transformed(M, Q, p, multiply)
-    rho = frobenius(add_to_diagonal(M.clone(), -1.0))
-    Q = evaluate(steps[-1], M, symmetric)
-    return (Q if X is None else symmetric(X, Q, torch.empty_like(Q))), rho
+        product = multiply(X, Q, spare.take(Q))
+        spare.give(X, Q)
+        X = product
+    rho = frobenius(add_to_diagonal(spare.take(M).copy_(M), -1.0))
+    Q = evaluate(steps[-1], M, symmetric, spare)
+    return (Q if X is None else symmetric(X, Q, spare.take(Q))), rho
 
 
-def transformed(M: Tensor, Q: Tensor, p: int, multiply: Product) -> Tensor:
-    """Return ``Q^p M`` as ``(Q^a M) Q^b``, ``a + b = p`` the last link of an addition chain; M is overwritten where p > 1.
+def transformed(M: Tensor, Q: Tensor, p: int, multiply: Product, spare: Spare) -> Tensor:
+    """Return ``Q^p M`` as ``(Q^a M) Q^b``, ``a + b = p`` the last link of an addition chain; M is overwritten.
 
     It takes as many products as forming ``Q^p`` first, whose rounding is relative to the largest ``q^p``: at the large eigenvalues, where
     q is smallest, that loses twice the digits. ``Q^a M`` (and X Q) are far from symmetric beside their small eigenvalues: no products to mirror.
     """
     if p == 1:
-        return multiply.carrier(Q, M, torch.empty_like(M))
+        product = multiply.carrier(Q, M, spare.take(M))
+        spare.give(M)
+        return product
     *links, (a, b) = addition_chain(p)
     powers = [Q]
     for i, j in links:
-        powers.append(multiply.symmetric(powers[i], powers[j], torch.empty_like(Q)))
-    half = multiply.carrier(powers[a], M, torch.empty_like(M))
-    return multiply.carrier.symmetric(half, powers[b], M)
+        powers.append(multiply.symmetric(powers[i], powers[j], spare.take(Q)))
+    half = multiply.carrier(powers[a], M, spare.take(M))
+    product = multiply.carrier.symmetric(half, powers[b], M)
+    spare.give(half, *powers[1:])
+    return product

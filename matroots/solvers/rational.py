@@ -26,8 +26,9 @@ from torch import Tensor
 from matroots._arguments import check_count, check_fraction
 from matroots._cholesky import add_gram, inverse_factor, smallest_eigenvalue_bound
 from matroots._exponent import Exponent
-from matroots._products import add_to_diagonal, exceeds, wide
+from matroots._products import add_to_diagonal, exceeds, unit_roundoff, wide
 from matroots._result import Status
+from matroots._rounding import condition_number, sum_rounding
 from matroots.solvers._problem import OfDefinite, Problem, Solution, refuse_fixed
 
 Array = npt.NDArray[Any]  # of float64, or of Decimal
@@ -39,7 +40,7 @@ _U = 2.0**-53
 # proven floors are rounded down to powers of 1/2, in float64, whose designs take longest to find, of 1/16: few designs, a pole more
 _RUNGS = {torch.float32: 2.0, torch.float64: 16.0}
 _POLES_AT_ONCE = 8  # where they fit a cache: their sum is then one long product. Never by the batch, which must not change an answer
-_STACK = 2**21  # bytes of shifted matrices that the inner caches hold; with more, members take turns
+_STACK = 2**22  # bytes of shifted matrices that the inner caches hold; with more, members take turns
 _LOWEST = 1e-15  # floor below which elliptic functions in float64 have nothing to say
 _NARROWEST = 0.5  # a floor above it gains no pole, and its design drowns in rounding
 
@@ -307,6 +308,9 @@ class Rational(OfDefinite):
             residual=torch.where(covered, residual, residual.clamp_min(n**0.5)),
             history=residual.new_empty(A.shape[0], 0),
             matmuls=torch.zeros_like(poles),
+            rounding=sum_rounding(condition_number(A, roots[-1], p), n, p, unit_roundoff(A.dtype))
+            if problem.judged and -1 in roots
+            else None,
         )
 
     def _fixed_floor(self, problem: Problem) -> float:
@@ -360,7 +364,8 @@ def evaluate(r: Approximant, A: Tensor, sign: int) -> tuple[Tensor, Tensor]:
     ``x / (x + s) = 1 - s/(x + s)``: the root needs no product with A.
     """
     n = A.shape[-1]
-    held = max(1, _STACK // (_POLES_AT_ONCE * n * n * A.element_size())) if A.is_cpu else len(A)
+    at_once = max(1, min(_POLES_AT_ONCE, len(r.shifts)))  # no poles for the power 0
+    held = max(1, _STACK // (at_once * n * n * A.element_size())) if A.is_cpu else len(A)
     parts = [_sum_of_inverses(r, part, sign) for part in A.split(held)]
     X, definite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     if sign < 0:
