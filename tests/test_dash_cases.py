@@ -182,7 +182,8 @@ def test_factors_are_averages_and_roots_do_not_touch_them(
         G = W.grad.double().reshape(2, 4, 4)
         truth = 0.95 * truth + 0.05 * torch.stack([G @ G.mT, G.mT @ G], dim=1)
     u = torch.finfo(dtype).eps
-    assert torch.allclose(opt.state[W]["4x4.factors_4"].double(), truth, rtol=0, atol=32 * u)
+    found = torch.stack([opt.state[W][f"4x4.factor_{dim}"].double() for dim in (0, 1)], dim=1)
+    assert torch.allclose(found, truth, rtol=0, atol=32 * u)
 
 
 # B01 a zero gradient is no 0/0
@@ -328,14 +329,12 @@ def test_before_the_start_it_is_the_grafted_method(
 # B05 blocks that do not divide the dimensions
 
 
-@pytest.mark.parametrize("shape", [(11, 13), (8, 13), (11, 8), (3, 5), (8, 8), (16, 1), (1, 1), (17, 25)])
+@pytest.mark.parametrize("shape", [(11, 13), (8, 13), (11, 8), (3, 5), (8, 8), (17, 25)])
 @pytest.mark.parametrize("stacking", STACKINGS)
 @pytest.mark.parametrize("scope", ["block", "layer"])
 def test_rests_in_both_dimensions_are_blocks_like_others(
     shape: tuple[int, int], stacking: str, scope: str
 ) -> None:
-    if 1 in shape:
-        pytest.skip("a vector: see the test of those")
     (W,) = parameters(shape)
     naive = Naive(W, block=8, scope=scope, momentum=0.5, weight_decay=0.1, lr=0.01)
     options: dict[str, Any] = {"momentum": 0.5, "weight_decay": 0.1, "lr": 0.01, "max_batch": 3}
@@ -755,8 +754,11 @@ MASKED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "grafting"), MASKED, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("options", "grafting", "dtype"),
+    [*((*case, torch.float64) for case in MASKED), *((*case, torch.bfloat16) for case in MASKED[:10])],
+    ids=str,
+)
 def test_the_masked_path_leaves_out_what_the_plain_path_does(
     grafting: str, options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -792,7 +794,7 @@ def bad_step(opt: DASH, params: Sequence[Tensor], where: int) -> None:
     for param, own in state.items():
         now = tensors(opt, param)
         for name, value in own.items():
-            if ".roots_" not in name and ".record_" not in name:
+            if ".root_" not in name and ".record_" not in name:
                 assert torch.equal(now[name], value), name
         assert float(now["step"]) == float(own.get("step", 0.0)) if now else True
 
@@ -808,7 +810,7 @@ def test_a_first_step_that_is_left_out_does_not_put_off_the_first_roots(
     with masked(monkeypatch):
         bad_step(opt, params, 0)
         train(opt, params, range(1))
-    assert not torch.equal(opt.state[params[0]]["8x6.roots_8"][0, 0], torch.eye(8).double())
+    assert not torch.equal(opt.state[params[0]]["8x6.root_0"][0], torch.eye(8).double())
 
 
 def test_raising_touches_nothing_and_says_where() -> None:
@@ -865,11 +867,19 @@ def test_low_precision_parameters_are_rounded_once(
     dtype: torch.dtype, factor_dtype: torch.dtype | None, shape: tuple[int, ...]
 ) -> None:
     (W,) = parameters(shape, dtype=dtype)
-    opt = DASH([W], factor_dtype=factor_dtype, block_size=4, lr=0.25, weight_decay=0.5, update_freq=1)
+    opt = DASH(
+        [W], factor_dtype=factor_dtype, block_size=4, lr=0.25, weight_decay=0.5, update_freq=1, method="evd"
+    )
     for step in range(3):
         wide = nn.Parameter(W.detach().double())
         other = DASH(
-            [wide], factor_dtype=factor_dtype, block_size=4, lr=0.25, weight_decay=0.5, update_freq=1
+            [wide],
+            factor_dtype=factor_dtype,
+            block_size=4,
+            lr=0.25,
+            weight_decay=0.5,
+            update_freq=1,
+            method="evd",
         )
         if step:
             other.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -1196,7 +1206,7 @@ def test_a_first_failure_leaves_the_identity_and_later_ones_the_last_good_root(
         failing.now = step
         before = W.detach().clone()
         train(opt, [W], range(step, step + 1))
-        roots = opt.state[W]["4x4.roots_4"].clone()
+        roots = torch.stack([opt.state[W][f"4x4.root_{dim}"] for dim in (0, 1)], dim=1)
         assert bool(torch.isfinite(roots).all())
         assert W.grad is not None
         if step == 0:
@@ -1213,8 +1223,8 @@ def test_a_first_failure_leaves_the_identity_and_later_ones_the_last_good_root(
         assert report.failures == sum(step >= f for f in failing.fail)
         assert (report.status == Status.INDEFINITE) == (step in failing.fail)
         held = roots
-    record = opt.state[W]["4x4.record_4"]
-    assert float(record[0, 0, 2]) == 0.0  # in a row
+    record = opt.state[W]["4x4.record_0"]
+    assert float(record[0, 2]) == 0.0  # in a row
 
 
 @pytest.mark.parametrize("refresh", SCHEDULES)
@@ -1225,7 +1235,7 @@ def test_the_budget_counts_failures_in_a_row_and_names_who_failed(
     params = parameters((4, 4), (4, 8))
     named = [("a.weight", params[0]), ("b.weight", params[1])]
     opt = DASH(named, block_size=4, refresh=refresh, update_freq=1, failure_budget=budget, refresh_tol=1e-9)
-    failing.members = slice(4, 5)  # of 6: the left factor of the second block of b
+    failing.members = slice(2, 3)  # of 6: the left factor of the second block of b
     failing.fail = {1, 2} if budget == 2 else set()
     for step in range(4):
         failing.now = step
@@ -1422,7 +1432,7 @@ def test_zeros_and_ints_are_values_and_not_gaps() -> None:
     (X,) = parameters((8, 6))
     zero = DASH([X], beta_factors=0, update_freq=1)  # only the last gradient counts
     train(zero, [X], range(2))
-    L = zero.state[X]["8x6.factors_8"][0, 0]
+    L = zero.state[X]["8x6.factor_0"][0]
     assert X.grad is not None
     assert torch.allclose(L, X.grad @ X.grad.mT, rtol=1e-12)
 
