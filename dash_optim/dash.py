@@ -19,11 +19,10 @@ from dash_optim.diagnostics import Diagnostics, diagnose, summarise
 from dash_optim.grafting import Grafting, Scalar
 from dash_optim.names import parameter_name
 from dash_optim.options import DEFAULTS, STRUCTURE, built, normalise, recipe_of
-from dash_optim.refresh import due_blocks, over_budget, refresh, refresh_certified
-from dash_optim.stacks import Chunk, Parameter, Stack, build_stacks, element_names
+from dash_optim.refresh import due_blocks, over_budget
+from dash_optim.stacks import Parameter, Stack, build_stacks, element_names
 from dash_optim.stale import fraction_of
-from dash_optim.step import accumulate, apply, direction, gather
-from dash_optim.update import graft_ratio, norm
+from dash_optim.step import Waiting, finish_layers, update_stack
 from matroots._products import wide
 from matroots.scaling import Scaling
 from matroots.solvers import Solver
@@ -203,19 +202,15 @@ class DASH(Optimizer):
 
     def _nonfinite(self, active: list[tuple[dict[str, Any], list[Tensor]]]) -> Tensor | bool:
         """Return whether a gradient is not finite, or its squares are not: True or False where looking is free, else a tensor, 1.0 or 0.0."""
-        filled = [
-            (param.grad, _ceiling(group, param))
-            for group, params in active
-            for param in params
-            if param.grad is not None and param.grad.numel()
-        ]
-        if not filled:
+        alike: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = defaultdict(list)
+        for group, params in active:
+            for param in params:
+                if param.grad is not None and param.grad.numel():
+                    alike[param.device, param.grad.dtype, _ceiling(group, param)].append(param.grad)
+        if not alike:
             return False
-        device = filled[0][0].device
-        shares = [_norm(gradient) / ceiling for gradient, ceiling in filled]
-        found = ~(
-            torch.stack([share.to(device, wide(device)) for share in shares]) <= 1.0
-        ).all()  # NaN is not either
+        bad = [_too_large(gradients, ceiling) for (_, _, ceiling), gradients in alike.items()]
+        found = bad[0] if len(bad) == 1 else torch.stack([one.to(bad[0].device) for one in bad]).any()
         if self.defaults["nonfinite"] == "raise" and bool(found):
             raise NonfiniteGradientError(self._describe_nonfinite(active))
         if self.defaults["nonfinite"] == "raise":
@@ -268,16 +263,14 @@ class DASH(Optimizer):
                 steps = [self.state[param]["step"] for param in others]
                 adamw.update(others, self.state, group, steps, skip)
             preconditioned.update(mine)
-        late: list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]] = []
+        waiting: list[Waiting] = []
         for stack in stacks:
-            late += self._step_stack(stack, preconditioned, _on(stack.device, taken))
-        _apply_by_layer(late, taken)
+            waiting += self._step_stack(stack, preconditioned, _on(stack.device, taken))
+        finish_layers(waiting, taken)
         self._check_budget(stacks)
 
-    def _step_stack(
-        self, stack: Stack, active: set[Tensor], taken: Scalar
-    ) -> list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]]:
-        """Update one stack; return what waits for the norms of whole layers: U, its factor and ``||D||``."""
+    def _step_stack(self, stack: Stack, active: set[Tensor], taken: Scalar) -> list[Waiting]:
+        """Update the blocks of those parameters of a stack that have a gradient."""
         calls = [int(self.state[member.param]["calls"]) for member in stack.members]
         start = stack.recipe.start_step
         phases = [
@@ -289,25 +282,9 @@ class DASH(Optimizer):
         chunks = stack.chunks(phases)
         steps = torch.stack([self.state[member.param]["step"] for member in stack.members])
         t = steps.to(stack.sides[0].record.dtype)[stack.member_of]
-        if isinstance(taken, Tensor):
-            t = t.clamp_min(
-                1.0
-            )  # left out as the very first: a correction 1 - b^0 would make 0/0 of what is multiplied by 0
-        due = due_blocks(stack, chunks, calls)
-        certified = stack.recipe.refresh == "certified"
-        waiting = []
-        for chunk in chunks:
-            G = gather(stack, chunk, taken)
-            accumulate(stack, chunk, G, taken)
-            if certified and chunk.preconditioned:
-                refresh_certified(stack, chunk, t)
-            if due is None:
-                waiting += _finish(stack, chunk, G, t, taken)
-        if due is not None:
-            refresh(stack, due, t)
-            for chunk in chunks:
-                waiting += _finish(stack, chunk, None, t, taken)
-        return waiting
+        if isinstance(taken, Tensor):  # of a first step that is left out: a correction 1 - b^0 would be a 0/0
+            t = t.clamp_min(1.0)
+        return update_stack(stack, chunks, due_blocks(stack, chunks, calls), t, taken)
 
     def _ensure_state(self, active: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
         """Give a state to parameters that see their first gradient."""
@@ -440,52 +417,6 @@ class DASH(Optimizer):
         return self._current_stacks() if self._parameters() else []
 
 
-def _finish(
-    stack: Stack, chunk: Chunk, G: Tensor | None, t: Tensor, taken: Scalar
-) -> list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]]:
-    """Move the parameters of a chunk, or return what has to wait for the norms of whole layers."""
-    U, factor, D_norm = direction(stack, chunk, G, t, taken)
-    if D_norm is None:
-        apply(stack, chunk, U, factor, taken)
-        return []
-    if stack.recipe.grafting_scope == "layer":
-        return [(stack, chunk, U, factor, D_norm)]
-    _apply_grafted(stack, chunk, U, factor, D_norm, norm(U).to(t.dtype) * factor, taken)
-    return []
-
-
-def _apply_grafted(
-    stack: Stack, chunk: Chunk, U: Tensor, factor: Tensor, D_norm: Tensor, U_norm: Tensor, taken: Scalar
-) -> None:
-    """Bring U to the length of D, and keep the coefficient for :meth:`DASH.diagnostics`."""
-    ratio = graft_ratio(D_norm, U_norm)
-    if stack.ratio is None:
-        stack.ratio = torch.full((stack.blocks,), torch.nan, dtype=ratio.dtype, device=ratio.device)
-    stack.ratio[chunk.span] = ratio
-    apply(stack, chunk, U, factor * ratio, taken)
-
-
-def _apply_by_layer(waiting: list[tuple[Stack, Chunk, Tensor, Tensor, Tensor]], taken: Scalar) -> None:
-    """Graft whole parameters: the squares of the norms of all their blocks, of whatever shape, are added first."""
-    squares: dict[Tensor, Tensor] = defaultdict(lambda: torch.zeros((), device="cpu"))
-    pieces = []
-    for stack, chunk, U, factor, D_norm in waiting:
-        U_norm = norm(U).to(D_norm.dtype) * factor
-        both = torch.stack([D_norm, U_norm]).square()
-        for member, _, where in chunk.pieces:
-            squares[member.param] = squares[member.param].to(both) + both[:, where].sum(1)
-        pieces.append((stack, chunk, U, factor))
-    for stack, chunk, U, factor in pieces:
-        lengths = torch.cat(
-            [
-                squares[member.param].sqrt().unsqueeze(-1).expand(2, where.stop - where.start)
-                for member, _, where in chunk.pieces
-            ],
-            dim=1,
-        )
-        _apply_grafted(stack, chunk, U, factor, lengths[0], lengths[1], _on(stack.device, taken))
-
-
 def _on(device: torch.device, taken: Scalar) -> Scalar:
     """Return the mask where it is needed: the parameters of a model may be on several devices."""
     return taken.to(device) if isinstance(taken, Tensor) else taken
@@ -520,11 +451,11 @@ def _ceiling(group: dict[str, Any], param: Tensor) -> float:
     return math.sqrt(torch.finfo(torch.float64 if in_double else torch.float32).max)
 
 
-def _norm(gradient: Tensor) -> Tensor:
-    """Return the Frobenius norm of a gradient, at least in float32; infinite where its squares are, NaN where it has one."""
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
-    length: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
-    return length
+def _too_large(gradients: list[Tensor], ceiling: float) -> Tensor:
+    """Return whether a norm, taken at least in float32, exceeds the ceiling, as that of a gradient with an infinity does, or is NaN."""
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype))
+    return ~(norms <= ceiling).all()
 
 
 def _looking_is_free(found: Tensor) -> bool:
