@@ -58,8 +58,8 @@ def refresh_certified(stack: Stack, chunk: Chunk, t: Tensor) -> None:
 
 
 def refresh_factors(stack: Stack, sides: Sides, index: Tensor, t: Tensor) -> None:
-    """Compute the roots of factors by their numbers, `Stack.most` at a time; consecutive ones without a copy."""
-    most = max(1, stack.most(sides.size**2))
+    """Compute the roots of factors by their numbers, `Stack.most_roots` at a time; consecutive ones without a copy."""
+    most = stack.most_roots(sides.size)
     for start in range(0, len(index), most):
         part = index[start : start + most]
         first, last = int(part[0]), int(part[-1])

@@ -40,7 +40,8 @@ as last certified (NaN: never), and the ``1 - b^t`` that the factor was divided 
 FIELD: Final = {name: i for i, name in enumerate(RECORD)}
 
 # of one buffer of a chunk of blocks: on CPUs a step goes through about eight of them, which the cache shall hold
-_CHUNK_BYTES = 4 * 2**20
+_CHUNK_BYTES = 6 * 2**20
+_ROOTS_BYTES = 16 * 2**20  # of the roots that one call computes: it cuts them into chunks of its own
 _DEVICE_CHUNK_BYTES = 256 * 2**20
 
 
@@ -156,14 +157,18 @@ class Stack:
             self.scratch[name] = held
         return held[:count]
 
-    def most(self, size: int) -> int:
-        """Return how many blocks, or matrices of this side, are worked on at once."""
+    def most(self, size: int, limit: int = _CHUNK_BYTES) -> int:
+        """Return how many blocks or matrices of ``size`` elements are worked on at once: on CPUs as many as ``limit`` bytes hold."""
         if self.recipe.stacking == "none":
             return 1
         if self.recipe.max_batch is not None:
             return self.recipe.max_batch
-        limit = _CHUNK_BYTES if self.device.type == "cpu" else _DEVICE_CHUNK_BYTES
+        limit = limit if self.device.type == "cpu" else _DEVICE_CHUNK_BYTES
         return max(1, limit // (size * self.dtype.itemsize))
+
+    def most_roots(self, n: int) -> int:
+        """Return how many roots ``(n, n)`` are computed at once."""
+        return self.most(n**2, _ROOTS_BYTES)
 
     def chunks(self, phases: Sequence[int]) -> list[Chunk]:
         """Return the chunks for members that are absent (0), not yet preconditioned (1) or preconditioned (2) in this step."""
