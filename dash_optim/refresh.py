@@ -97,7 +97,7 @@ def _refresh_part(stack: Stack, sides: Sides, which: slice | Tensor, t: Tensor) 
     new[:, FIELD["alpha"]] = torch.nan
     new[:, FIELD["beta"]] = torch.nan
     if recipe.refresh == "certified":
-        low, high = certify_fresh(F, X, c, result.damping, stack.p)
+        low, high = certify_fresh(F, X, c, result.damping / c, stack.p)
         new[:, FIELD["alpha"]], new[:, FIELD["beta"]] = low, high
     new = torch.where(failed.unsqueeze(-1), old, new)
     new[:, FIELD["status"]] = result.status.masked_fill(empty, int(Status.CONVERGED)).to(new.dtype)
