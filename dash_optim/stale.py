@@ -8,7 +8,7 @@ alpha is free: a factor loses nothing but by its decay, ``F_t >= b F_{t-1}``, so
 less what rounding the factor may take, and ``alpha_t >= alpha_{t-1} g^b`` (of ``(X^{p/2} A X^{p/2})^b``, which S becomes by Loewner-Heinz: powers above 1
 do not keep the order, so S itself may lose more, the bound on X does not). beta is bounded by ``1 + ||D||``, ``D = S - I``, from random vectors
 (Halko, Martinsson, Tropp 2011, lemma 4.1): ``P(||D^q|| > theta sqrt(2/pi) max_i ||D^q w_i||) <= theta^{-k}`` for k Gaussian w. That is done in the factor's
-own dtype: rounding errors of a product with a vector are taken as independent (Higham and Mary 2019), then they have a norm of a few ``u ||w|| ||M||_2``.
+own dtype (float64 for b > 1): rounding errors of a product with a vector are taken as independent (Higham and Mary 2019), then they have a norm of a few ``u ||w|| ||M||_2``.
 """
 
 from __future__ import annotations
@@ -106,6 +106,8 @@ def gap(F: Tensor, X: Tensor, F_norm: Tensor, X_norm: Tensor, c: Tensor, eps: Te
     From one and two applications to eight vectors. ``F_norm`` and ``X_norm`` are upper bounds on the 2-norms.
     """
     a, b = fraction_of(p).as_integer_ratio()
+    if b > 1:  # rounding is relative to ||A||^b: three times the digits for p = 8/3
+        F, X = F.to(c.dtype), X.to(c.dtype)
     n, u = F.shape[-1], torch.finfo(F.dtype).eps / 2
     spoilt = _PRODUCT_ROUNDING * max(1.0, (n / 128) ** 0.5) * u
     theta = FAILURE ** (-1 / _PROBES) * math.sqrt(2 / math.pi)
