@@ -76,10 +76,11 @@ def read_yaml(path: Path) -> Any:
 def _number(value: Any) -> Any:
     """Return a number that YAML 1.1 takes for a string (``1e-3`` has no point) as one; other strings as they are."""
     if isinstance(value, str) and value[:1] in "+-.0123456789" and "/" not in value:
-        try:
-            return float(value)
-        except ValueError:
-            return value
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
     if isinstance(value, str) and value.lstrip("+.").lower() in ("inf", "infinity"):
         return float("inf")
     if isinstance(value, list):

@@ -163,6 +163,7 @@ class DASH(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            _refuse_unsupported(**{name: group.get(name) for name in ("foreach", *_UNSUPPORTED)})
             normalise(group)
             if group["nonfinite"] != self.defaults["nonfinite"]:
                 raise ValueError("nonfinite: is one for all groups; give it to DASH itself")

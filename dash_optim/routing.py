@@ -11,6 +11,7 @@ _EMBEDDINGS: Final = (nn.Embedding, nn.EmbeddingBag)
 _HEADS: Final = frozenset(
     {"head", "lm_head", "output", "classifier", "fc", "logits", "unembed", "output_layer", "score"}
 )
+_ALWAYS_HEADS: Final = frozenset({"lm_head", "unembed"})
 _WHY: Final = {
     "matrices": "weights of two and more dimensions: preconditioned",
     "embeddings": "one row for each symbol, few of them touched in a step: AdamW",
@@ -28,7 +29,7 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return parameter groups for :class:`DASH`, and print what goes where.
 
-    Embeddings and heads (a last layer by one of the usual names, or one that shares its weight with an embedding) go to AdamW, norms, biases and other vectors to
+    Embeddings and heads (the last linear layer if it has one of the usual names, ``lm_head`` anywhere, or one that shares its weight with an embedding) go to AdamW, norms, biases and other vectors to
     AdamW without weight decay, everything else is preconditioned.
 
     Args:
@@ -79,6 +80,7 @@ def _kinds(model: nn.Module) -> dict[Tensor, str]:
         for param in module.parameters(recurse=False)
     }
     kinds: dict[Tensor, str] = {}
+    last_layer = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
     for path, module in model.named_modules():
         last = path.rpartition(".")[2]
         for param in module.parameters(recurse=False):
@@ -88,7 +90,7 @@ def _kinds(model: nn.Module) -> dict[Tensor, str]:
                 kinds[param] = "embeddings"
             elif param.ndim < 2:
                 kinds[param] = "vectors"
-            elif last in _HEADS and isinstance(module, nn.Linear):
+            elif last in _ALWAYS_HEADS or (last in _HEADS and module in last_layer):
                 kinds[param] = "heads"
             else:
                 kinds[param] = "matrices"

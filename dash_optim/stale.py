@@ -32,7 +32,7 @@ FAILURE: Final = 1e-6
 _PROBES, _POWERS = 8, 2
 _ROUNDING: Final = 2.0  # times eps of its dtype and the factor's norm: what rounding an update takes from the factor, above all seen
 _SUMMANDS: Final = 1024  # in a sum without growth: where all have one sign rounding grows with their number
-_PRODUCT_ROUNDING: Final = 4.0  # times u ||w|| ||M||_2, of a product with a vector of up to 128 elements
+_PRODUCT_ROUNDING: Final = 8.0  # times u ||w|| ||M||_2, of a product with a vector of up to 128 elements: twice what is seen where all have one sign
 
 
 def fraction_of(p: Exponent) -> Fraction:

@@ -55,7 +55,7 @@ def inv_root_ex(
             the member INDEFINITE.
         p: order of the root. Any real ``p >= 1`` (``int``, ``float``, ``Fraction``) for "evd", "chebyshev" and
             "rational", any integer for "cn" and "minimax", powers of two for "ndb".
-        method: "evd", "cn", "ndb", "chebyshev", "minimax", "rational", "auto" (at present the same as "evd"), or a solver
+        method: "evd", "cn", "ndb", "chebyshev", "minimax", "rational", "auto" (the cheapest that reaches ``tol``; docs/auto.md), or a solver
             instance such as ``NewtonDB(steps=12)``.
         scaling: "frobenius", "power", "multi_power" (default; "frobenius" for "rational"), or an instance such as ``MultiPower(vectors=32)``.
             "evd" needs no scale and ignores it.
