@@ -44,4 +44,4 @@ def test_gap_bounds_the_norm_that_eigenvalues_have(p, age):
     S = power @ (F.double() + 1e-2 * torch.eye(n)) @ power
     truth = (torch.linalg.eigvalsh(S) - 1).abs().amax(-1)
     assert bool((found >= truth).all())
-    assert bool((found <= 15 * truth + 1e-2).all())
+    assert bool((found <= 15 * truth + 5e-2).all())
