@@ -42,19 +42,18 @@ def due_blocks(stack: Stack, chunks: list[Chunk], calls: list[int]) -> Tensor | 
     return index if len(index) else None
 
 
-def refresh(stack: Stack, due: Tensor | None, t: Tensor) -> None:
-    """Compute the roots of the factors of the ``due`` blocks; ``t``, ``(b,)``, counts each block's steps."""
+def refresh(stack: Stack, due: Tensor, t: Tensor) -> None:
+    """Compute the roots of all factors of the ``due`` blocks; ``t``, ``(b,)``, counts each block's steps."""
     for sides in stack.sides:
-        if due is None:
-            continue
         refresh_factors(stack, sides, sides.numbers(due), t)
 
 
-def refresh_certified(stack: Stack, chunk: Chunk, t: Tensor) -> None:
-    """Compute the roots of those factors of a chunk whose old root is not proven to be within ``refresh_tol``; looks at the device."""
+def refresh_certified(stack: Stack, chunks: list[Chunk], t: Tensor) -> None:
+    """Compute the roots of those factors whose old root is not proven to be within ``refresh_tol``; looks at the device."""
     for sides in stack.sides:
-        due = certified_due(stack, sides, chunk, t)
-        refresh_factors(stack, sides, due, t)
+        due = [certified_due(stack, sides, chunk, t) for chunk in chunks if chunk.preconditioned]
+        if due:
+            refresh_factors(stack, sides, torch.cat(due).sort().values, t)
 
 
 def refresh_factors(stack: Stack, sides: Sides, index: Tensor, t: Tensor) -> None:

@@ -48,14 +48,14 @@ def update_stack(
             apply(stack, chunk, D, factor, taken)
             continue
         length = norm(D).to(t.dtype) * factor if stack.recipe.grafting is not None else None
-        if stack.recipe.refresh == "certified":
-            refresh_certified(stack, chunk, t)
-        if due is None:
+        if due is None and stack.recipe.refresh != "certified":
             waiting += _finish(stack, chunk, G, length, t, taken)
         else:
             later.append((chunk, length))
     if due is not None:
         refresh(stack, due, t)
+    elif stack.recipe.refresh == "certified":
+        refresh_certified(stack, chunks, t)
     for chunk, length in later:
         waiting += _finish(stack, chunk, None, length, t, taken)
     return waiting
