@@ -2,8 +2,9 @@
 
 from dash_optim import grafting
 from dash_optim.config import from_config
-from dash_optim.dash import DASH, NonfiniteGradientError, PreconditionerError
+from dash_optim.dash import DASH, PreconditionerError
 from dash_optim.diagnostics import Diagnostics
+from dash_optim.gradients import NonfiniteGradientError
 from dash_optim.routing import param_groups
 
 __all__ = [

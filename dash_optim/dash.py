@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,33 +11,35 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from dash_optim import adamw
-from dash_optim.blocks import Geometry, geometry
+from dash_optim.checks import (
+    UNSUPPORTED,
+    check_groups,
+    check_parameter,
+    check_state,
+    refuse_unsupported,
+    route,
+)
 from dash_optim.diagnostics import Diagnostics, diagnose, summarise
+from dash_optim.gradients import (
+    Active,
+    NonfiniteGradientError,
+    describe_nonfinite,
+    nonfinite,
+    with_gradient,
+)
 from dash_optim.grafting import Grafting, Scalar
 from dash_optim.names import parameter_name
-from dash_optim.options import DEFAULTS, STRUCTURE, built, normalise, recipe_of
+from dash_optim.options import DEFAULTS, STRUCTURE, normalise, recipe_of
 from dash_optim.refresh import due_blocks, over_budget
 from dash_optim.stacks import Parameter, Stack, build_stacks, element_names
-from dash_optim.stale import fraction_of
 from dash_optim.step import Waiting, finish_layers, update_stack
 from matroots._products import wide
 from matroots.scaling import Scaling
 from matroots.solvers import Solver
 
-_FLAT = 2**16  # elements from which a vector is more likely a flattened matrix than a bias
-_UNSUPPORTED = {
-    "fused": "there is no fused kernel for preconditioned steps",
-    "capturable": "which roots are refreshed is decided on the host, and a captured graph would repeat one decision for ever",
-    "differentiable": "a step is taken without gradients",
-}
-
 
 class PreconditionerError(RuntimeError):
     """A root has failed more often in a row than ``failure_budget`` allows; names parameter, block and status."""
-
-
-class NonfiniteGradientError(RuntimeError):
-    """A gradient has a NaN or an infinity and ``nonfinite="raise"``; raised before anything is changed."""
 
 
 class DASH(Optimizer):
@@ -140,9 +139,7 @@ class DASH(Optimizer):
         differentiable: bool = False,
     ) -> None:
         given = locals()
-        _refuse_unsupported(
-            foreach=foreach, fused=fused, capturable=capturable, differentiable=differentiable
-        )
+        refuse_unsupported(foreach=foreach, fused=fused, capturable=capturable, differentiable=differentiable)
         if nonfinite not in ("skip", "raise"):
             raise ValueError(f"nonfinite: expected 'skip' or 'raise', got {nonfinite!r}")
         defaults = {name: given[name] for name in DEFAULTS} | {"nonfinite": nonfinite}
@@ -163,12 +160,12 @@ class DASH(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _refuse_unsupported(**{name: group.get(name) for name in ("foreach", *_UNSUPPORTED)})
+            refuse_unsupported(**{name: group.get(name) for name in ("foreach", *UNSUPPORTED)})
             normalise(group)
             if group["nonfinite"] != self.defaults["nonfinite"]:
                 raise ValueError("nonfinite: is one for all groups; give it to DASH itself")
             for param in group["params"]:
-                _check_parameter(group, param)
+                check_parameter(group, param)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -193,7 +190,7 @@ class DASH(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        active = [(group, _with_gradient(group)) for group in self.param_groups]
+        active = [(group, with_gradient(group)) for group in self.param_groups]
         found = self._nonfinite(active)
         if found is True:
             self._skipped += 1
@@ -201,44 +198,18 @@ class DASH(Optimizer):
             self._update(active, found)
         return loss
 
-    def _nonfinite(self, active: list[tuple[dict[str, Any], list[Tensor]]]) -> Tensor | bool:
-        """Return whether a gradient is not finite, or its squares are not: True or False where looking is free, else a tensor, 1.0 or 0.0."""
-        alike: dict[tuple[torch.device, torch.dtype, float], list[Tensor]] = defaultdict(list)
-        for group, params in active:
-            for param in params:
-                if param.grad is not None and param.grad.numel():
-                    alike[param.device, param.grad.dtype, _ceiling(group, param)].append(param.grad)
-        if not alike:
+    def _nonfinite(self, active: Active) -> Tensor | bool:
+        """Return whether the step is to be left out: True or False where looking is free, else a tensor, 1.0 or 0.0."""
+        found = nonfinite(active)
+        if found is None:
             return False
-        bad = [_too_large(gradients, ceiling) for (_, _, ceiling), gradients in alike.items()]
-        found = bad[0] if len(bad) == 1 else torch.stack([one.to(bad[0].device) for one in bad]).any()
-        if self.defaults["nonfinite"] == "raise" and bool(found):
-            raise NonfiniteGradientError(self._describe_nonfinite(active))
         if self.defaults["nonfinite"] == "raise":
+            if bool(found):
+                raise NonfiniteGradientError(describe_nonfinite(active, self.state))
             return False
         return bool(found) if _looking_is_free(found) else found.float()
 
-    def _describe_nonfinite(self, active: list[tuple[dict[str, Any], list[Tensor]]]) -> str:
-        """Return which gradient is not finite, and what it looks like."""
-        for group, params in active:
-            for param in params:
-                grad = param.grad
-                if grad is None:
-                    continue
-                good = grad.abs() <= _ceiling(group, param) / math.sqrt(grad.numel())
-                if bool(good.all()):
-                    continue
-                finite = grad[good].double()
-                extent = f"{float(finite.min()):.3g} to {float(finite.max()):.3g}" if len(finite) else "none"
-                step = int(self.state.get(param, {}).get("step", 0)) + 1
-                return (
-                    f"gradient of {parameter_name(group, param)}: {grad.numel() - len(finite)} of {grad.numel()} elements are NaN,"
-                    f" infinite or so large that their squares are, at its step {step}; the others are {extent}, of norm"
-                    f" {float(finite.norm()):.3g}. Nothing was changed; nonfinite='skip' leaves such steps out"
-                )
-        return "gradients: not finite"
-
-    def _update(self, active: list[tuple[dict[str, Any], list[Tensor]]], found: Tensor | bool) -> None:
+    def _update(self, active: Active, found: Tensor | bool) -> None:
         """Update all parameters that have a gradient."""
         self._ensure_state(active)
         stacks = self._current_stacks()
@@ -287,7 +258,7 @@ class DASH(Optimizer):
             t = t.clamp_min(1.0)
         return update_stack(stack, chunks, due_blocks(stack, chunks, calls), t, taken)
 
-    def _ensure_state(self, active: list[tuple[dict[str, Any], list[Tensor]]]) -> None:
+    def _ensure_state(self, active: Active) -> None:
         """Give a state to parameters that see their first gradient."""
         for group, params in active:
             for param in params:
@@ -354,7 +325,7 @@ class DASH(Optimizer):
                     raise ValueError(
                         f"{parameter_name(group, param)}: its state is that of another path than the options of its group say"
                     )
-                _check_state(group, param, seen, own)
+                check_state(group, param, seen, own)
                 if "calls" in own:
                     found.append(Parameter(param, group, recipe, seen, blocks))
                 blocks += seen.blocks
@@ -377,7 +348,7 @@ class DASH(Optimizer):
         loaded: list[StateDict] = []
 
         def check(optimizer: Optimizer, incoming: StateDict) -> None:
-            _check_groups(self.param_groups, incoming["param_groups"])
+            check_groups(self.param_groups, incoming["param_groups"])
             loaded.append(incoming)
 
         # after the user's hooks that may rewrite the checkpoint, and before those that may rewrite the state
@@ -423,126 +394,6 @@ def _on(device: torch.device, taken: Scalar) -> Scalar:
     return taken.to(device) if isinstance(taken, Tensor) else taken
 
 
-def route(group: dict[str, Any], param: Tensor) -> Geometry:
-    """Return how a parameter is cut into blocks; without any it is AdamW's."""
-    nothing = Geometry(tuple(param.shape), ())
-    if group["algorithm"] == "adamw" or (param.ndim == 1 and group["one_d"] == "adamw"):
-        return nothing
-    return geometry(tuple(param.shape), group["block_size"], group["max_factor_dim"], group["nd"])
-
-
-def _with_gradient(group: dict[str, Any]) -> list[Tensor]:
-    """Return the parameters of a group that have a gradient, each once; raise for a sparse one."""
-    params = []
-    for param in dict.fromkeys(group["params"]):
-        if param.grad is None:
-            continue
-        if param.grad.layout != torch.strided:
-            raise TypeError(
-                f"gradient of {parameter_name(group, param)}: expected a dense tensor, got layout {param.grad.layout}; use"
-                " torch.optim.SparseAdam for it, or Embedding(sparse=False)"
-            )
-        params.append(param)
-    return params
-
-
-def _ceiling(group: dict[str, Any], param: Tensor) -> float:
-    """Return the norm of a gradient up to which the averages of its squares cannot overflow: an infinity would never leave them."""
-    in_double = param.dtype == torch.float64 and group["factor_dtype"] != torch.float32
-    return math.sqrt(torch.finfo(torch.float64 if in_double else torch.float32).max)
-
-
-def _too_large(gradients: list[Tensor], ceiling: float) -> Tensor:
-    """Return whether a norm, taken at least in float32, exceeds the ceiling, as that of a gradient with an infinity does, or is NaN."""
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-    norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype))
-    return ~(norms <= ceiling).all()
-
-
 def _looking_is_free(found: Tensor) -> bool:
     """Return whether the host can read a tensor without waiting for a device."""
     return found.is_cpu
-
-
-def _refuse_unsupported(**flags: bool | None) -> None:
-    """Raise for what other optimizers of torch can do and this one cannot."""
-    if flags.pop("foreach") is False:
-        raise ValueError(
-            "foreach: blocks are always worked on in batches; use stacking='none' for one at a time"
-        )
-    for name, value in flags.items():
-        if value:
-            raise ValueError(f"{name}: not supported: {_UNSUPPORTED[name]}")
-
-
-def _check_parameter(group: dict[str, Any], param: Tensor) -> None:
-    """Raise if the options cannot serve a parameter; warn if it looks like a matrix that something has flattened."""
-    name = parameter_name(group, param)
-    if not param.is_floating_point():
-        raise TypeError(f"{name}: expected a real floating-point parameter, got {param.dtype}")
-    if param.layout != torch.strided or type(param).__name__ == "DTensor":
-        raise TypeError(
-            f"{name}: expected a dense, unsharded tensor, got {type(param).__name__}, {param.layout}"
-        )
-    if (
-        group["algorithm"] == "dash"
-        and param.ndim == 1
-        and (hasattr(param, "ds_shape") or param.numel() >= _FLAT)
-    ):
-        warnings.warn(
-            f"{name}: a vector of {param.numel()} elements, which {group['one_d']} will update: was it a matrix that a sharding library has"
-            " flattened? DASH needs the original shapes",
-            stacklevel=5,
-        )
-    factors = route(group, param).factors
-    if factors:
-        recipe = recipe_of(group)
-        p = recipe.exponent(factors)
-        try:
-            recipe.solver_for(p)
-            if recipe.refresh == "certified":
-                fraction_of(p)
-        except ValueError as error:
-            raise ValueError(f"{name}, p={float(p):g}: {error}") from error
-
-
-def _check_groups(groups: list[dict[str, Any]], incoming: list[dict[str, Any]]) -> None:
-    """Raise if a checkpoint's groups were made with options that give the state another shape."""
-    if len(groups) != len(incoming):
-        raise ValueError(f"state_dict: expected {len(groups)} parameter groups, got {len(incoming)}")
-    for i, (group, other) in enumerate(zip(groups, incoming, strict=True)):
-        if len(group["params"]) != len(other["params"]):
-            raise ValueError(
-                f"state_dict: group {i} has {len(other['params'])} parameters, the optimizer's has {len(group['params'])}"
-            )
-        for name in STRUCTURE:
-            if name not in other:
-                raise ValueError(f"state_dict: group {i} has no {name!r}: it is not a checkpoint of DASH")
-            if not _means_the_same(name, other[name], group[name]):
-                raise ValueError(
-                    f"{name}: the checkpoint's group {i} has {other[name]!r}, the optimizer {group[name]!r}; construct it with"
-                    f" {name}={other[name]!r} to continue"
-                )
-
-
-def _means_the_same(name: str, first: Any, second: Any) -> bool:
-    """Whether two plain values of an option do: ``"adam"`` is ``{"type": "adam", ...}`` with nothing else said."""
-    if name == "grafting":
-        first, second = built(name, first), built(name, second)
-    return bool(first == second)
-
-
-def _check_state(group: dict[str, Any], param: Tensor, seen: Geometry, own: dict[str, Any]) -> None:
-    """Raise if a parameter's state was made for blocks of another size."""
-    found = {key.partition(".")[0]: value.shape[0] for key, value in own.items() if "." in key}
-    expected = {blocks.name: blocks.count for blocks in seen.classes}
-    if found and found != expected:
-        raise ValueError(
-            f"block_size: the state of {parameter_name(group, param)} has {_listed(found)}, its shape and its group's options give"
-            f" {_listed(expected)}"
-        )
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    """Return how many blocks there are of each shape."""
-    return " and ".join(f"{count} of {shape}" for shape, count in counts.items()) or "no blocks"
