@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dash_optim.blocks import Geometry
-from dash_optim.names import parameter_name
+from dash_optim.names import label
 from dash_optim.stacks import FIELD, Sides, Stack
 from dash_optim.stale import fraction_of
 from dash_optim.update import correction
@@ -122,7 +122,7 @@ def diagnose(
         sides = [(side, _factor_columns(stack, side, state, certify)) for side in stack.sides]
         ratio = [float("nan")] * stack.blocks if stack.ratio is None else stack.ratio.tolist()
         for member in stack.members:
-            name = parameter_name(member.group, member.param)
+            name = label(member.group, member.param)
             for number, block in zip(
                 member.blocks.numbers.tolist(), range(member.start, member.stop), strict=True
             ):
@@ -212,9 +212,7 @@ def summarise(
             blocks = " + ".join(
                 f"{b.count} of {b.name}" + _unfactored(b.factored, seen) for b in seen.classes
             )
-            lines.append(
-                f"{parameter_name(group, param)[-40:]:<40} {tuple(param.shape)!s:<18} {way:<8} {blocks}"
-            )
+            lines.append(f"{label(group, param)[-40:]:<40} {tuple(param.shape)!s:<18} {way:<8} {blocks}")
     lines.append(", ".join(f"{count:,} elements by {way}" for way, count in totals.items() if count))
     for stack in stacks:
         factors = ", ".join(f"{stack.blocks * len(side.dims)} factors of {side.size}" for side in stack.sides)

@@ -438,7 +438,7 @@ def test_names_are_kept_and_used() -> None:
     opt = DASH(model.named_parameters(), **OPTIONS)
     epoch(model, opt, 2)
     assert "'hidden.weight'" in opt.summary()
-    assert any(block.parameter == "parameter 'hidden.weight'" for block in opt.diagnostics().blocks)
+    assert any(block.parameter == "hidden.weight" for block in opt.diagnostics().blocks)
     state = through_a_file(opt.state_dict())
     assert state["param_groups"][0]["param_names"] == [name for name, _ in model.named_parameters()]
     DASH(Net().parameters(), **OPTIONS).load_state_dict(state)

@@ -237,9 +237,8 @@ def test_roots_that_are_not_inverse(row, p, want, monkeypatch):
         mirror_from(monkeypatch, 1, panels)
         answer = getattr(matroots, want)(A, p, method=row.method)
         errors.append(error(answer if want == "root" else answer[0], truth).max())
-    # where a whole product is right to a twentieth of cond u, as minimax is here, a mirrored one is right to 0.2 on one CPU and 0.23 on another,
-    # whose kernels sum in another order
-    assert errors[1] <= max(2.5 * errors[0], 0.3 * 1e3 * torch.finfo(FP64).eps / 2)
+    # where a whole product is right to a twentieth of cond u, as minimax is here, a mirrored one is right to a fifth; 2.5 on one CPU, 2.58 on another
+    assert errors[1] <= max(2.6 * errors[0], 0.2 * 1e3 * torch.finfo(FP64).eps / 2)
 
 
 @pytest.mark.parametrize("p", [2, 4])
