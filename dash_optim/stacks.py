@@ -40,7 +40,7 @@ as last certified (NaN: never), and the ``1 - b^t`` that the factor was divided 
 FIELD: Final = {name: i for i, name in enumerate(RECORD)}
 
 # of one buffer of a chunk of blocks: on CPUs a step goes through about eight of them, which the cache shall hold
-_CHUNK_BYTES = 6 * 2**20
+_CHUNK_BYTES = 7 * 2**20
 _ROOTS_BYTES = 16 * 2**20  # of the roots that one call computes: it cuts them into chunks of its own
 _DEVICE_CHUNK_BYTES = 256 * 2**20
 

@@ -161,7 +161,7 @@ def precondition(
     for i, (dim, (sides, j)) in enumerate(stack.side_of.items()):
         # what waits for the norms of a layer needs memory of its own
         fresh = recipe.grafting_scope == "layer" and i == len(stack.side_of) - 1
-        out = None if fresh else stack.buffer(("direction", "product")[i % 2], chunk)
+        out = None if fresh else stack.buffer(("direction", "gradient")[i % 2], chunk)
         U = mode_product(sides.roots[j, span], U, dim, out)
     return U, 1 / correction(recipe.betas[0] if recipe.bias_correction else 0.0, t[span])
 
