@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,13 +17,16 @@ from torch.optim.optimizer import ParamsT
 
 from dash_optim.dash import DASH
 
-OPTIMIZERS: Final[dict[str, type[Optimizer]]] = {
+OPTIMIZERS: Final[dict[str, type[Optimizer] | str]] = {
     "dash": DASH,
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
     "muon": torch.optim.Muon,
+    "soap": "SOAP",
+    "shampoo": "ScalableShampoo",
 }
+"""Optimizers by type; those that are named by a string are pytorch-optimizer's (extra ``bench``)."""
 
 
 def from_config(params: ParamsT, config: Mapping[str, Any] | str | Path) -> Optimizer:
@@ -31,8 +34,9 @@ def from_config(params: ParamsT, config: Mapping[str, Any] | str | Path) -> Opti
 
     Args:
         params: as for every optimizer of ``torch.optim``.
-        config: a mapping with ``type`` ("dash", or "adamw", "adam", "sgd", "muon" of ``torch.optim``) and options by their Python names, or one with
-            such a mapping under ``optimizer``; or the path of a YAML file that holds one (extra ``config``).
+        config: a mapping with ``type`` ("dash", "adamw", "adam", "sgd", "muon" of ``torch.optim``, or "soap", "shampoo" of pytorch-optimizer, extra
+            ``bench``) and options by their Python names, or one with such a mapping under ``optimizer``; or the path of a YAML file that holds one
+            (extra ``config``).
 
     Raises:
         TypeError: for an option that the optimizer does not have, naming the nearest that it has.
@@ -51,14 +55,32 @@ def from_config(params: ParamsT, config: Mapping[str, Any] | str | Path) -> Opti
     kind = options.pop("type", "dash")
     if kind not in OPTIMIZERS:
         raise ValueError(f"optimizer.type: expected one of {sorted(OPTIMIZERS)}, got {kind!r}")
-    build = OPTIMIZERS[kind]
-    known = [name for name in inspect.signature(build).parameters if name != "params"]
+    build = _optimizer(OPTIMIZERS[kind])
+    known = [
+        name
+        for name, parameter in inspect.signature(build).parameters.items()
+        if name != "params" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
             hint = f"did you mean {near[0]!r}?" if near else f"{kind} has {sorted(known)}"
             raise TypeError(f"optimizer.{name}: {kind} has no such option; {hint}")
-    return build(params, **{name: _number(value) for name, value in options.items()})
+    return build(params, **{name: as_number(value) for name, value in options.items()})
+
+
+def _optimizer(kind: type[Optimizer] | str) -> Callable[..., Optimizer]:
+    """Return the class, imported if it is someone else's."""
+    if not isinstance(kind, str):
+        return kind
+    try:
+        import pytorch_optimizer
+    except ImportError as error:
+        raise ImportError(
+            f"optimizer.type: {kind} is pytorch-optimizer's, which needs the extra 'bench': pip install 'matroots[bench]'"
+        ) from error
+    found: Callable[..., Optimizer] = getattr(pytorch_optimizer, kind)
+    return found
 
 
 def read_yaml(path: Path) -> Any:
@@ -73,7 +95,7 @@ def read_yaml(path: Path) -> Any:
         return yaml.safe_load(stream)
 
 
-def _number(value: Any) -> Any:
+def as_number(value: Any) -> Any:
     """Return a number that YAML 1.1 takes for a string (``1e-3`` has no point) as one; other strings as they are."""
     if isinstance(value, str) and value[:1] in "+-.0123456789" and "/" not in value:
         for kind in (int, float):
@@ -84,7 +106,7 @@ def _number(value: Any) -> Any:
     if isinstance(value, str) and value.lstrip("+.").lower() in ("inf", "infinity"):
         return float("inf")
     if isinstance(value, list):
-        return tuple(_number(element) for element in value)
+        return tuple(as_number(element) for element in value)
     if isinstance(value, Mapping):
-        return {key: _number(element) for key, element in value.items()}
+        return {key: as_number(element) for key, element in value.items()}
     return value

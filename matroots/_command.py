@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import NoReturn, TypeVar
+from importlib import import_module
+from typing import NoReturn, TypeVar, cast
 
 Item = TypeVar("Item")
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
@@ -28,20 +29,37 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message)
 
 
-def guarded(work: Callable[[], object], kept: str) -> int:
+def guarded(work: Callable[[], object], kept: str, who: str = "matroots") -> int:
     """Do the work; return the exit code: 0, 2 for what the user can mend, 130 if interrupted, said in one line on stderr.
 
-    ``kept`` is what an interrupt leaves behind.
+    ``kept`` is what an interrupt leaves behind, ``who`` the command that speaks.
     """
     try:
         work()
     except (InputError, MissingExtraError) as error:
-        sys.stderr.write(f"matroots: error: {error}\n")
+        sys.stderr.write(f"{who}: error: {error}\n")
         return 2
     except KeyboardInterrupt:
-        sys.stderr.write(f"matroots: interrupted; {kept}\n")
+        sys.stderr.write(f"{who}: interrupted; {kept}\n")
         return INTERRUPTED
     return 0
+
+
+def run(who: str, what: str, commands: Mapping[str, tuple[str, str]], argv: Sequence[str]) -> int:
+    """Run one of several commands, each the ``main`` of a module that is imported when it is called for; return its exit code."""
+    name, *arguments = argv or [""]
+    if name in commands:
+        return cast(int, import_module(commands[name][0]).main(arguments))
+    parser = Parser(
+        prog=who,
+        usage=f"{who} COMMAND [options]",
+        description=f"{what}\n\ncommands:\n"
+        + "\n".join(f"  {command:<8}{line}" for command, (_, line) in commands.items()),
+        epilog=f"{who} COMMAND --help lists the options of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=list(commands), metavar="COMMAND", help="one of those above")
+    return guarded(lambda: parser.parse_args([name] if name else []), "nothing was started", who)
 
 
 def exponent(text: str) -> float:

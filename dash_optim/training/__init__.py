@@ -1,0 +1,1 @@
+"""The training job: model, data, loop, checkpoints and metrics."""

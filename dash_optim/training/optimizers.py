@@ -1,0 +1,141 @@
+"""The optimizers of a job: which parameters go where, and one handle for all of them.
+
+DASH takes its groups from :func:`dash_optim.param_groups`. Muon is made for matrices: embeddings, head and vectors get an AdamW beside it, at
+the same rate. The others take everything. Vectors have no weight decay anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dash_optim.config import OPTIMIZERS, from_config
+from dash_optim.dash import DASH
+from dash_optim.routing import param_groups
+from matroots._command import InputError, MissingExtraError
+
+USUAL: Final[dict[str, dict[str, Any]]] = {
+    "dash": {},
+    "adamw": {"betas": (0.9, 0.95), "weight_decay": 0.0, "fused": True},
+    "adam": {"betas": (0.9, 0.95), "fused": True},
+    "sgd": {},
+    "muon": {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
+    "soap": {"betas": (0.95, 0.95), "weight_decay": 0.0},
+    "shampoo": {"betas": (0.9, 0.95), "weight_decay": 0.0},
+}
+"""What a job gives each optimizer unless its configuration says otherwise: language models' usual betas, no weight decay, and for Muon the scale at
+which AdamW's rates fit. The type's own defaults hold for the rest."""
+
+RATES: Final = {
+    "dash": 1e-2,
+    "adamw": 3e-3,
+    "adam": 3e-3,
+    "sgd": 1e-1,
+    "muon": 1e-2,
+    "soap": 1e-2,
+    "shampoo": 1e-2,
+}
+"""Peak learning rates that a job starts from: the best of the study's at the 0.9m preset (docs/studies)."""
+
+
+class Optimizers:
+    """The optimizers of a model as one: they step together, and share a rate.
+
+    Args:
+        model: whose parameters are optimized.
+        options: ``type`` and options by name; also ``routing``: "auto" as described above, "all" for no exceptions, and ``overrides``, for DASH, as for
+            :func:`dash_optim.param_groups`.
+    """
+
+    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+        options = {**USUAL.get(str(options.get("type")), {}), **options}
+        kind = options["type"]
+        if kind not in OPTIMIZERS:
+            raise InputError(f"optimizer.type: expected one of {sorted(OPTIMIZERS)}, got {kind!r}")
+        options.setdefault("lr", RATES[kind])
+        routing, overrides = options.pop("routing", "auto"), options.pop("overrides", None)
+        if routing not in ("auto", "all"):
+            raise InputError(f"optimizer.routing: expected 'auto' or 'all', got {routing!r}")
+        try:
+            self.each = _build(model, options, routing == "all", overrides)
+        except ImportError as error:
+            raise MissingExtraError(str(error)) from error
+        except (TypeError, ValueError) as error:
+            raise InputError(str(error)) from error
+        self.peak = float(options["lr"])
+
+    @property
+    def dash(self) -> DASH | None:
+        """The DASH among them."""
+        return next((one for one in self.each if isinstance(one, DASH)), None)
+
+    def set_rate(self, factor: float) -> float:
+        """Set the rate of all groups to this multiple of the peak, and return it."""
+        for one in self.each:
+            for group in one.param_groups:
+                group["lr"] = self.peak * factor
+        return self.peak * factor
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for one in self.each:
+            one.zero_grad()
+
+    def step(self) -> None:
+        """Take a step with each."""
+        for one in self.each:
+            one.step()
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the states, in order."""
+        return [one.state_dict() for one in self.each]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        for one, state in zip(self.each, states, strict=True):
+            one.load_state_dict(state)
+
+    @property
+    def bytes(self) -> int:
+        """The memory of their state."""
+        return sum(_size(own) for one in self.each for own in one.state.values())
+
+
+def _build(
+    model: nn.Module, options: dict[str, Any], everything: bool, overrides: Mapping[str, Any] | None
+) -> list[Optimizer]:
+    """Return the optimizers for a type."""
+    kind, decay = options["type"], options.get("weight_decay", 0.0)
+    if kind == "dash":
+        if everything:
+            overrides = {
+                **{name: {"algorithm": "dash"} for name in ("embeddings", "heads")},
+                **(overrides or {}),
+            }
+        groups = param_groups(model, weight_decay=decay, overrides=overrides, verbose=False)
+        return [from_config(groups, options)]
+    if overrides is not None:
+        raise ValueError("optimizer.overrides: is for type dash")
+    groups = param_groups(model, weight_decay=decay, verbose=False)
+    for group in groups:
+        del group["algorithm"]
+    if kind != "muon":
+        return [from_config(groups, options)]
+    names = ("matrices", "embeddings", "heads") if everything else ("matrices",)
+    matrices = [group for group in groups if group["name"] in names]
+    others = [group for group in groups if group["name"] not in names]
+    beside = {"type": "adamw", **USUAL["adamw"], "lr": options["lr"], "weight_decay": decay}
+    return [from_config(matrices, options), *([from_config(others, beside)] if others else [])]
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, Mapping):
+        return sum(_size(part) for part in value.values())
+    if isinstance(value, (list, tuple)):
+        return sum(_size(part) for part in value)
+    return 0

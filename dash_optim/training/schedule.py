@@ -1,0 +1,55 @@
+"""Learning-rate schedules: what the peak rate is multiplied by in each step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+Kind = Literal["cosine", "wsd", "constant"]
+KINDS: Final = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Warm-up, then one of three ways on.
+
+    Attributes:
+        type: "cosine" falls along half a cosine to ``final``; "wsd" (warm-up, stable, decay) stays at 1 and falls linearly to ``final`` over the
+            last ``decay`` of all steps; "constant" stays at 1.
+        warmup: steps over which the rate rises linearly from 0; the step after them is the first at the peak. A fraction below 1 is that share of all steps.
+        final: the last step's multiple of the peak.
+        decay: the share of all steps over which "wsd" falls.
+    """
+
+    type: Kind = "cosine"
+    warmup: float = 0.1
+    final: float = 0.1
+    decay: float = 0.2
+
+    def __post_init__(self) -> None:
+        if self.type not in KINDS:
+            raise ValueError(f"schedule.type: expected one of {list(KINDS)}, got {self.type!r}")
+        if not 0 <= self.warmup < math.inf or (self.warmup >= 1 and self.warmup != int(self.warmup)):
+            raise ValueError(
+                f"schedule.warmup: expected a number of steps, or a share of them below 1, got {self.warmup}"
+            )
+        for name in ("final", "decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"schedule.{name}: expected a number from 0 to 1, got {getattr(self, name)}")
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return the multiple of the peak rate in a step, counted from 1 to ``steps``."""
+        warmup = self.warmup_steps(steps)
+        if step <= warmup:
+            return step / warmup
+        if self.type == "constant":
+            return 1.0
+        start = warmup if self.type == "cosine" else max(warmup, steps - round(self.decay * steps))
+        done = 1.0 if steps == start else min(max(step - start, 0) / (steps - start), 1.0)
+        left = 0.5 * (1 + math.cos(math.pi * done)) if self.type == "cosine" else 1 - done
+        return self.final + (1 - self.final) * left
+
+    def warmup_steps(self, steps: int) -> int:
+        """Return how many steps of ``steps`` the warm-up takes."""
+        return round(self.warmup * steps) if self.warmup < 1 else int(self.warmup)

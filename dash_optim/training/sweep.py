@@ -1,0 +1,151 @@
+"""A grid of learning rates (and one more value) by seeds, for several optimizers, each judged at its own best."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dash_optim.training.compare import mean_loss, plain_log_ticks
+from dash_optim.training.loop import Outcome
+from dash_optim.training.runs import folder_name
+from dash_optim.training.settings import Job
+from matroots.studies._plots import PALETTE, grid, name_axes
+from matroots.studies._report import Plot, Report, Table, fixed
+
+Point = tuple[str, float]
+"""A contestant (its optimizer without the rate), and a learning rate."""
+
+
+def grid_of(
+    jobs: Sequence[Job],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+    varied: tuple[str, Sequence[Any]] | None = None,
+) -> dict[str, Job]:
+    """Return the jobs of a sweep by the name of their folder.
+
+    Args:
+        jobs: one for each optimizer.
+        rates: peak learning rates.
+        seeds: of weights and data.
+        varied: another option of the optimizer, and its values.
+    """
+    key, values = varied or ("", [None])
+    found = {}
+    for job in jobs:
+        for value in values:
+            options = {**job.optimizer, **({key: value} if key else {})}
+            for rate in rates:
+                for seed in seeds:
+                    one = job.with_values(optimizer={**options, "lr": rate}, training={"seed": seed})
+                    found[folder_name(one)] = one
+    return found
+
+
+def by_point(jobs: Mapping[str, Job], outcomes: Mapping[str, Outcome]) -> dict[Point, list[Outcome]]:
+    """Return the outcomes of all seeds of each contestant and rate."""
+    found: dict[Point, list[Outcome]] = defaultdict(list)
+    for name, job in jobs.items():
+        rate = float(job.optimizer["lr"])
+        found[contestant(job), rate].append(outcomes[name])
+    return dict(found)
+
+
+def contestant(job: Job) -> str:
+    """Return the name of a job's optimizer, its learning rate left out."""
+    options = {key: value for key, value in job.optimizer.items() if key != "lr"}
+    return Job(optimizer=options).name
+
+
+def best_rates(points: Mapping[Point, Sequence[Outcome]]) -> dict[str, float]:
+    """Return the rate with the lowest mean loss over seeds, for each contestant."""
+    found: dict[str, float] = {}
+    for name, rate in points:
+        if name not in found or mean_loss(points[name, rate]) < mean_loss(points[name, found[name]]):
+            found[name] = rate
+    return found
+
+
+def sweep_report(points: Mapping[Point, Sequence[Outcome]], title: str) -> Report:
+    """Return the report of a sweep: loss against rate for each contestant, and each at its best."""
+    best = best_rates(points)
+    winner = min(best, key=lambda name: mean_loss(points[name, best[name]]))
+    summary = f"Each at its own best rate, {winner} has the lowest loss: {mean_loss(points[winner, best[winner]]):.3f}."
+    rates = sorted({rate for _, rate in points})
+    rows = [
+        (name, *(_cell(points.get((name, rate)), rate == best[name]) for rate in rates), f"{best[name]:g}")
+        for name in best
+    ]
+    edges = [name for name in best if len(rates) > 1 and best[name] in (rates[0], rates[-1])]
+    notes = [
+        f"{name}: the best rate is at the edge of the grid; a better one may lie beyond." for name in edges
+    ]
+    caption = "Mean loss on held-out text after training, against the peak learning rate; bars from the lowest to the highest seed."
+    return Report(
+        name="sweep",
+        title=title,
+        summary=summary,
+        tables=[
+            Table(
+                "Mean held-out loss by peak rate (best of each in *)",
+                ("optimizer", *(f"{rate:g}" for rate in rates), "best"),
+                rows,
+            )
+        ],
+        plots=[Plot("sweep", caption, _figure(points, best, title))],
+        data={
+            "sweep": [
+                _row(name, rate, outcome) for (name, rate), found in points.items() for outcome in found
+            ]
+        },
+        notes=notes,
+    )
+
+
+def _figure(points: Mapping[Point, Sequence[Outcome]], best: Mapping[str, float], title: str) -> Any:
+    figure, ((axes,),) = grid(1, 1, title)
+    for colour, name in zip(np.resize(PALETTE, len(best)), best, strict=True):
+        rates = sorted(rate for other, rate in points if other == name)
+        losses = [[o.loss for o in points[name, rate] if not o.diverged] or [np.nan] for rate in rates]
+        means = np.array([np.mean(each) for each in losses])
+        spread = np.array(
+            [[mean - min(each), max(each) - mean] for mean, each in zip(means, losses, strict=True)]
+        )
+        axes.errorbar(
+            rates,
+            means,
+            yerr=np.abs(spread).T,
+            color=str(colour),
+            label=name,
+            marker="o",
+            markersize=4,
+            linewidth=1.2,
+        )
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    plain_log_ticks(axes)
+    name_axes(axes, "peak learning rate", "held-out loss, nats per token")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    return figure
+
+
+def _cell(outcomes: Sequence[Outcome] | None, is_best: bool) -> str:
+    if outcomes is None:
+        return ""
+    mean = mean_loss(outcomes)
+    return ("diverged" if np.isinf(mean) else fixed(mean, 3)) + ("*" if is_best else "")
+
+
+def _row(name: str, rate: float, outcome: Outcome) -> dict[str, object]:
+    return {
+        "optimizer": name,
+        "rate": rate,
+        "seed": outcome.seed,
+        "loss": outcome.loss,
+        "diverged": outcome.diverged,
+        "seconds": outcome.seconds,
+        "optimizer_ms": outcome.ms["optimizer"],
+    }
