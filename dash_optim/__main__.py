@@ -17,6 +17,10 @@ COMMANDS = {
         "the same model, data and seeds under several optimizers",
     ),
     "sweep": ("dash_optim.training._sweep_cli", "learning rates and seeds, each optimizer at its best"),
+    "study": (
+        "dash_optim.studies._cli",
+        "is it better, accuracy or filter, staleness, blocks, grafting, compressibility",
+    ),
 }
 """Name of each command: the module with its ``main``, and what it does in one line."""
 

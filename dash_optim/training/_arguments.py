@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dash_optim.training.checkpoint import CheckpointError
 from dash_optim.training.settings import Job, override, read_job
 from matroots import _command
 from matroots._command import InputError, MissingExtraError, Parser
@@ -55,6 +56,18 @@ def add_many(made: argparse.ArgumentParser, optimizers: Sequence[str]) -> None:
         default=1,
         help="runs at a time, with one thread each: faster for many small runs, but times cannot be compared",
     )
+
+
+def guarded(work: Callable[[], object], kept: str) -> int:
+    """Do the work and return the exit code, as :func:`matroots._command.guarded` does; a checkpoint that cannot be kept is the user's to mend."""
+
+    def mended() -> None:
+        try:
+            work()
+        except CheckpointError as error:
+            raise InputError(str(error)) from error
+
+    return _command.guarded(mended, kept, WHO)
 
 
 def command_line(command: str, argv: Sequence[str]) -> str:

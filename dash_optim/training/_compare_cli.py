@@ -8,20 +8,19 @@ from collections.abc import Sequence
 import torch
 
 from dash_optim.training import _arguments
-from dash_optim.training._arguments import WHO
 from dash_optim.training.compare import comparison
 from dash_optim.training.loop import Outcome
 from dash_optim.training.runs import folder_name, run_all
 from dash_optim.training.settings import Job
-from matroots._command import guarded, unique
+from matroots._command import unique
 from matroots.studies._report import circumstances, say, show, write
 
 DEFAULTS = ("adamw", "dash", "{type: dash, training.steps: 120}")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments that follow its name; return its exit code, see :func:`guarded`."""
-    return guarded(lambda: _main(argv), "what was finished is kept; the same command goes on", WHO)
+    """Run the command with the arguments that follow its name; return its exit code, see :func:`dash_optim.training._arguments.guarded`."""
+    return _arguments.guarded(lambda: _main(argv), "what was finished is kept; the same command goes on")
 
 
 def _main(argv: Sequence[str]) -> None:

@@ -9,18 +9,17 @@ from typing import Any
 import torch
 
 from dash_optim.training import _arguments
-from dash_optim.training._arguments import WHO
 from dash_optim.training.runs import run_all
 from dash_optim.training.sweep import by_point, grid_of, sweep_report
-from matroots._command import guarded, unique
+from matroots._command import unique
 from matroots.studies._report import circumstances, say, show, write
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments that follow its name; return its exit code, see :func:`guarded`."""
-    return guarded(lambda: _main(argv), "what was finished is kept; the same command goes on", WHO)
+    """Run the command with the arguments that follow its name; return its exit code, see :func:`dash_optim.training._arguments.guarded`."""
+    return _arguments.guarded(lambda: _main(argv), "what was finished is kept; the same command goes on")
 
 
 def _main(argv: Sequence[str]) -> None:
@@ -37,7 +36,7 @@ def _main(argv: Sequence[str]) -> None:
     options = parser.parse_args(argv)
     named = _arguments.contestants(options.optimizers, _arguments.mapping_of(options))
     jobs = grid_of(list(named.values()), unique(options.lrs), unique(options.seeds), options.vary)
-    outcomes = run_all(jobs, options.out, workers=options.workers)
+    outcomes = run_all(jobs, options.out, workers=options.workers, quiet=True)
     model = next(iter(outcomes.values()))
     report = sweep_report(
         by_point(jobs, outcomes), f"Learning rates on a model of {model.parameters / 1e6:.2g}M parameters"

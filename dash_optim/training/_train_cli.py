@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
+import math
 import shutil
 from collections.abc import Sequence
 
 from dash_optim.training import _arguments
-from dash_optim.training._arguments import WHO
 from dash_optim.training.loop import PARTS, Outcome, train
 from dash_optim.training.settings import read_job
-from matroots._command import guarded
-from matroots.studies._report import Table, fixed, say, show_table
+from matroots.studies._report import fixed, say
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command with the arguments that follow its name; return its exit code, see :func:`guarded`."""
-    options: list[argparse.Namespace] = []
-    return guarded(
-        lambda: _main(argv, options), "there is a checkpoint; the same command goes on from it", WHO
-    )
+    """Run the command with the arguments that follow its name; return its exit code, see :func:`dash_optim.training._arguments.guarded`."""
+    return _arguments.guarded(lambda: _main(argv), "there is a checkpoint; the same command goes on from it")
 
 
-def _main(argv: Sequence[str], parsed: list[argparse.Namespace]) -> None:
+def _main(argv: Sequence[str]) -> None:
     parser = _arguments.parser(
         "train",
         "Train a language model and leave metrics, checkpoints and a summary in a folder. The same command goes on where a run was stopped.",
@@ -38,27 +33,25 @@ def _main(argv: Sequence[str], parsed: list[argparse.Namespace]) -> None:
     except KeyboardInterrupt:
         so_far = Outcome.read(options.out)
         if so_far is not None:
-            show_table(summary(so_far))
+            say(summary(so_far))
         raise
-    show_table(summary(outcome))
+    say(summary(outcome))
     say(f"Wrote {options.out / 'metrics.csv'}, {options.out / 'result.json'} and checkpoints")
 
 
-def summary(outcome: Outcome) -> Table:
-    """Return what came of a run as a table."""
+def summary(outcome: Outcome) -> str:
+    """Return what came of a run, a line for each thing."""
     state = "diverged" if outcome.diverged else "finished" if outcome.finished else "stopped"
-    rows = [
-        ("optimizer", outcome.name),
-        ("parameters", f"{outcome.parameters:,}"),
-        ("steps", f"{outcome.step} of {outcome.steps}, {state}"),
-        *(
-            [("held-out loss", f"{outcome.loss:.4f} nats per token, perplexity {outcome.perplexity:.3f}")]
-            if outcome.loss == outcome.loss
-            else []
-        ),
-        ("training", f"{fixed(outcome.seconds)} s, {outcome.tokens_per_second:,.0f} tokens/s"),
-        ("a step", ", ".join(f"{part} {fixed(outcome.ms[part])} ms" for part in PARTS)),
-        ("optimizer state", f"{fixed(outcome.optimizer_bytes / 2**20)} MB"),
-        *([("roots", f"{outcome.roots:.3f} a factor and step")] if outcome.roots is not None else []),
-    ]
-    return Table("Summary", ("", ""), rows)
+    lines = {
+        "optimizer": outcome.name,
+        "parameters": f"{outcome.parameters:,}",
+        "steps": f"{outcome.step} of {outcome.steps}, {state}",
+        "held-out loss": f"{outcome.loss:.4f} nats per token, perplexity {outcome.perplexity:.3f}",
+        "training": f"{fixed(outcome.seconds)} s, {outcome.tokens_per_second:,.0f} tokens/s",
+        "a step": ", ".join(f"{part} {fixed(outcome.ms[part])} ms" for part in PARTS),
+        "state": f"{fixed(outcome.optimizer_bytes / 2**20)} MB",
+        "roots": "" if outcome.roots is None else f"{outcome.roots:.3f} a factor and step",
+    }
+    if math.isnan(outcome.loss):
+        del lines["held-out loss"]
+    return "\n".join(f"{name:<14} {value}" for name, value in lines.items() if value)

@@ -116,7 +116,7 @@ def _losses(groups: Groups) -> Table:
 def _times(groups: Groups) -> Table:
     rows = []
     for name, outcomes in groups.items():
-        ms = {part: float(np.median([outcome.ms[part] for outcome in outcomes])) for part in PARTS}
+        ms = {part: float(np.mean([outcome.ms[part] for outcome in outcomes])) for part in PARTS}
         rows.append(
             (
                 name,
@@ -127,7 +127,7 @@ def _times(groups: Groups) -> Table:
             )
         )
     columns = ("optimizer", *(f"{part} ms" for part in PARTS), "seconds in all", "tokens/s", "state MB")
-    return Table("Time of a step (median), and memory of the optimizer's state", columns, rows)
+    return Table("Time of a step (mean), and memory of the optimizer's state", columns, rows)
 
 
 def _rows(name: str, outcomes: Sequence[Outcome]) -> list[dict[str, object]]:

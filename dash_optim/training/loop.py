@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import math
 import signal
+import statistics
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,13 +23,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from dash_optim.training.checkpoint import exclusive, latest, replace_file, save
+from dash_optim.training._files import replacement
+from dash_optim.training.checkpoint import exclusive, latest, save
 from dash_optim.training.data import Corpus, load_corpus
 from dash_optim.training.metrics import MetricsWriter
 from dash_optim.training.model import Llama
 from dash_optim.training.optimizers import Optimizers
 from dash_optim.training.progress import Progress
-from dash_optim.training.settings import Job, differences
+from dash_optim.training.settings import Job, differences, read_job
 from matroots._command import InputError
 from matroots._threads import torch_threads
 
@@ -51,7 +54,7 @@ class Outcome:
         curve: (step, seconds of training, validation loss) at each look.
         seconds: of training: forward, backward, clipping and optimizer, without validation and checkpoints.
         tokens_per_second: trained on.
-        ms: medians of forward, backward and optimizer in a step.
+        ms: means of forward, backward and optimizer in a step: a median would not see refreshes.
         optimizer_bytes: memory of the optimizer's state.
         roots: computed for each factor and step (DASH only).
         diverged: whether the loss stayed infinite or NaN.
@@ -83,7 +86,7 @@ class Outcome:
 
     def write(self, folder: Path) -> None:
         """Write ``result.json``."""
-        replace_file(folder / "result.json", json.dumps(asdict(self), indent=1).encode())
+        _write_json(folder / "result.json", asdict(self))
 
     @staticmethod
     def read(folder: Path) -> Outcome | None:
@@ -109,7 +112,7 @@ class Run:
     seconds: float = 0.0
     bad: int = 0  # losses in a row that were not finite
     curve: list[tuple[int, float, float]] = field(default_factory=list)
-    times: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     def __post_init__(self) -> None:
         shape = self.job.model.architecture(self.corpus.vocab)
@@ -132,7 +135,7 @@ class Run:
             "seconds": self.seconds,
             "bad": self.bad,
             "curve": self.curve,
-            "times": self.times,
+            "spent": self.spent,
         }
 
     def load(self, step: int, state: dict[str, Any]) -> None:
@@ -145,7 +148,7 @@ class Run:
         torch.set_rng_state(state["random"].cpu())
         self.step, self.seconds, self.bad = step, state["seconds"], state["bad"]
         self.curve = [tuple(point) for point in state["curve"]]
-        self.times = state["times"]
+        self.spent = state["spent"]
 
     def take_step(self) -> dict[str, float]:
         """Take the next step and return its metrics."""
@@ -168,8 +171,7 @@ class Run:
             self.optimizers.step()
         took = self._clock() - started
         self.seconds += took
-        for name, value in spent.items():
-            self.times[name].append(value)
+        self.spent = {name: self.spent[name] + spent[name] for name in PARTS}
         value = total.item()
         self.bad = 0 if math.isfinite(value) else self.bad + 1
         return {
@@ -192,12 +194,24 @@ class Run:
                 total += self._loss(part).item() * len(part)
         return total / len(windows)
 
-    def look(self) -> float:
-        """Validate, and put the point on the curve."""
+    def look(self) -> dict[str, float]:
+        """Validate, put the point on the curve, and return its metrics."""
         last = self.step == self.job.training.steps
         loss = self.validate(LAST_LOOK if last else self.job.logging.validation_windows)
         self.curve.append((self.step, self.seconds, loss))
-        return loss
+        return {"validation_loss": loss, **(self._diagnostics() if self.job.logging.diagnostics else {})}
+
+    def _diagnostics(self) -> dict[str, float]:
+        """Return DASH's numbers, and the median grafting coefficient of each parameter's blocks."""
+        dash = self.optimizers.dash
+        if dash is None:
+            return {}
+        found = dash.diagnostics()
+        by_parameter: dict[str, list[float]] = defaultdict(list)
+        for block in found.blocks:
+            by_parameter[block.parameter].append(block.grafting)
+        medians = {f"grafting/{name}": statistics.median(values) for name, values in by_parameter.items()}
+        return {**found.scalars(), **medians}
 
     def outcome(self) -> Outcome:
         """Return what has come of it so far."""
@@ -215,7 +229,7 @@ class Run:
             curve=self.curve,
             seconds=self.seconds,
             tokens_per_second=tokens / self.seconds if self.seconds else math.nan,
-            ms={name: 1e3 * _median(values) for name, values in self.times.items()},
+            ms={name: 1e3 * total / max(self.step, 1) for name, total in self.spent.items()},
             optimizer_bytes=self.optimizers.bytes,
             roots=self._roots(),
             diverged=diverged,
@@ -266,12 +280,7 @@ def train(job: Job, folder: Path, *, quiet: bool = False, corpus: Corpus | None 
             return done
         with torch.random.fork_rng(devices=[]), Stop() as stop:
             torch.manual_seed(job.training.seed)
-            run = Run(
-                job,
-                corpus
-                or load_corpus(job.data.paths or None, held_out=job.data.held_out, vocab=job.data.vocab),
-                device,
-            )
+            run = Run(job, corpus or _corpus(job), device)
             found = latest(folder, map_location=device)
             if found is not None:
                 run.load(*found)
@@ -281,6 +290,27 @@ def train(job: Job, folder: Path, *, quiet: bool = False, corpus: Corpus | None 
     if not outcome.finished:
         raise KeyboardInterrupt
     return outcome
+
+
+def load_model(folder: Path) -> tuple[Job, Corpus, Llama]:
+    """Return the job of a folder, its data, and the model as the newest checkpoint has it, on the CPU.
+
+    Raises:
+        InputError: if there is no run in the folder.
+    """
+    found = latest(folder)
+    if found is None:
+        raise InputError(f"{str(folder)!r}: expected the folder of a run, found no checkpoint")
+    _, state = found
+    job = read_job(state["job"])
+    corpus = _corpus(job)
+    model = Llama(job.model.architecture(corpus.vocab), job.training.seed)
+    model.load_state_dict(state["model"])
+    return job, corpus, model
+
+
+def _corpus(job: Job) -> Corpus:
+    return load_corpus(job.data.paths or None, held_out=job.data.held_out, vocab=job.data.vocab)
 
 
 def _loop(run: Run, folder: Path, stop: Stop, quiet: bool) -> None:
@@ -295,7 +325,7 @@ def _loop(run: Run, folder: Path, stop: Stop, quiet: bool) -> None:
             record = run.take_step()
             last = run.step == steps
             if last or run.step % logging.validate_every == 0:
-                record["validation_loss"] = run.look()
+                record |= run.look()
             metrics.write(record)
             progress.show(record)
             if run.step % logging.checkpoint_every == 0 or last:
@@ -310,7 +340,7 @@ def _claim(job: Job, folder: Path) -> None:
     path = folder / "job.json"
     if path.exists():
         _refuse_other(json.loads(path.read_text()), job)
-    replace_file(path, json.dumps(job.plain(), indent=1).encode())
+    _write_json(path, job.plain())
 
 
 def _refuse_other(old: dict[str, Any], job: Job) -> None:
@@ -319,6 +349,11 @@ def _refuse_other(old: dict[str, Any], job: Job) -> None:
         raise InputError(
             f"--out: this folder holds a run with other settings ({'; '.join(changed)}); give the same, or another folder"
         )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with replacement(path) as stream:
+        stream.write(json.dumps(content, indent=1).encode())
 
 
 class Stop:
@@ -351,7 +386,3 @@ def timed(spent: dict[str, float], name: str, clock: Any) -> Iterator[None]:
     started = clock()
     yield
     spent[name] += clock() - started
-
-
-def _median(values: list[float]) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).median()) if values else math.nan

@@ -26,14 +26,15 @@ def run_all(jobs: Jobs, out: Path, *, workers: int = 1, quiet: bool = False) -> 
     """Run all jobs, each in its folder below ``out``, and return their outcomes in the same order.
 
     With more than one worker each computes with one thread, unless its job says otherwise: that is the fastest way through many small runs, but their
-    times should not be compared.
+    times should not be compared. ``quiet`` shows one bar for all instead of one for each.
 
     Raises:
         InputError: as :func:`train`.
         KeyboardInterrupt: all runs that were under way have left checkpoints, and the same call goes on.
     """
     if workers == 1:
-        return {name: train(job, out / name, quiet=quiet) for name, job in jobs.items()}
+        listed = track(list(jobs), f"{len(jobs)} runs") if quiet else list(jobs)
+        return {name: train(jobs[name], out / name, quiet=quiet) for name in listed}
     found: dict[str, Outcome] = {}
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,6 +14,9 @@ from dash_optim.training.runs import folder_name
 from dash_optim.training.settings import Job
 from matroots.studies._plots import PALETTE, grid, name_axes
 from matroots.studies._report import Plot, Report, Table, fixed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Point = tuple[str, float]
 """A contestant (its optimizer without the rate), and a learning rate."""
@@ -95,7 +98,7 @@ def sweep_report(points: Mapping[Point, Sequence[Outcome]], title: str) -> Repor
                 rows,
             )
         ],
-        plots=[Plot("sweep", caption, _figure(points, best, title))],
+        plots=[Plot("sweep", caption, sweep_figure(points, best, title))],
         data={
             "sweep": [
                 _row(name, rate, outcome) for (name, rate), found in points.items() for outcome in found
@@ -105,7 +108,8 @@ def sweep_report(points: Mapping[Point, Sequence[Outcome]], title: str) -> Repor
     )
 
 
-def _figure(points: Mapping[Point, Sequence[Outcome]], best: Mapping[str, float], title: str) -> Any:
+def sweep_figure(points: Mapping[Point, Sequence[Outcome]], best: Mapping[str, float], title: str) -> Figure:
+    """Draw the mean loss of each contestant against the rate."""
     figure, ((axes,),) = grid(1, 1, title)
     for colour, name in zip(np.resize(PALETTE, len(best)), best, strict=True):
         rates = sorted(rate for other, rate in points if other == name)

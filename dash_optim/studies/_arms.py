@@ -1,0 +1,160 @@
+"""What all studies share: arms (settings that are compared), their runs over seeds, and differences with their standard errors."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from dash_optim.training.loop import Outcome
+from dash_optim.training.runs import run_all
+from dash_optim.training.settings import Job, read_job
+from matroots.studies._report import Table, fixed
+
+Groups = dict[str, list[Outcome]]
+"""The outcomes of each arm, by its label, one for each seed."""
+
+QUICK: Final[dict[str, dict[str, Any]]] = {
+    "model": {"preset": "0.5m", "width": 32, "layers": 1, "heads": 2, "hidden": 64, "context": 32},
+    "training": {"steps": 12, "batch": 4},
+    "logging": {"validate_every": 4, "validation_windows": 8},
+}
+"""Settings of ``--quick``: everything is run, nothing is learnt."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Settings by section, and what tables call them."""
+
+    label: str
+    sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says about a study.
+
+    Attributes:
+        out: folder of all studies.
+        base: settings by section that hold for all arms.
+        seeds: of weights and data.
+        workers: runs at a time.
+        quick: a model and a number of steps that take seconds.
+    """
+
+    out: Path
+    base: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    seeds: Sequence[int] = (0, 1, 2)
+    workers: int = 1
+    quick: bool = False
+
+    def job(self, arm: Arm, seed: int) -> Job:
+        """Return the job of an arm."""
+        sections: dict[str, dict[str, Any]] = {}
+        for part in (QUICK if self.quick else {}, arm.sections, self.base, {"training": {"seed": seed}}):
+            for name, values in part.items():
+                sections[name] = {**sections.get(name, {}), **values}
+        return read_job(sections)
+
+    def one_at_a_time(self) -> Settings:
+        """Return the same with one worker, for times that can be compared."""
+        return replace(self, workers=1)
+
+
+def run_arms(study: str, arms: Iterable[Arm], settings: Settings) -> Groups:
+    """Run every arm with every seed, in ``out/study/arm/seed``, and return the outcomes; finished runs are not run again."""
+    listed = list(arms)
+    jobs = {
+        f"{slug(arm.label)}/seed{seed}": settings.job(arm, seed) for arm in listed for seed in settings.seeds
+    }
+    outcomes = run_all(jobs, settings.out / study, workers=settings.workers, quiet=True)
+    return {
+        arm.label: [outcomes[f"{slug(arm.label)}/seed{seed}"] for seed in settings.seeds] for arm in listed
+    }
+
+
+def slug(label: str) -> str:
+    """Return a label as the name of a folder."""
+    return re.sub(r"[^A-Za-z0-9.=+_-]+", "-", label).strip("-")
+
+
+def losses(outcomes: Sequence[Outcome]) -> list[float]:
+    """Return the final losses, infinite for runs that diverged."""
+    return [math.inf if outcome.diverged else outcome.loss for outcome in outcomes]
+
+
+def difference(outcomes: Sequence[Outcome], reference: Sequence[Outcome]) -> tuple[float, float]:
+    """Return the mean difference of the losses and its standard error, paired by seed: weights and data are the same in both."""
+    deltas = np.array(losses(outcomes)) - np.array(losses(reference))
+    if not np.isfinite(deltas).all():
+        return math.inf, math.nan
+    error = float(deltas.std(ddof=1) / math.sqrt(len(deltas))) if len(deltas) > 1 else math.nan
+    return float(deltas.mean()), error
+
+
+def loss_cells(outcomes: Sequence[Outcome], reference: Sequence[Outcome] | None = None) -> tuple[str, ...]:
+    """Return cells for a table: losses by seed, their mean, and the difference to a reference with its standard error."""
+    each = losses(outcomes)
+    mean = float(np.mean(each))
+    cells: tuple[str, ...] = (
+        " / ".join("diverged" if math.isinf(loss) else f"{loss:.3f}" for loss in each),
+        "diverged" if math.isinf(mean) else fixed(mean, 3),
+    )
+    if reference is None:
+        return cells
+    delta, error = difference(outcomes, reference)
+    shown = "-" if math.isinf(delta) else f"{delta:+.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
+    return (*cells, shown)
+
+
+LOSS_COLUMNS: Final = ("held-out loss by seed", "mean")
+
+
+def rows(groups: Mapping[str, Sequence[Outcome]]) -> list[dict[str, object]]:
+    """Return a line of data for each run."""
+    return [
+        {
+            "arm": label,
+            "seed": outcome.seed,
+            "loss": outcome.loss,
+            "diverged": outcome.diverged,
+            "steps": outcome.step,
+            "roots": outcome.roots,
+            "seconds": outcome.seconds,
+            **{f"{part}_ms": value for part, value in outcome.ms.items()},
+            "state_bytes": outcome.optimizer_bytes,
+        }
+        for label, outcomes in groups.items()
+        for outcome in outcomes
+    ]
+
+
+def cross_table(
+    title: str,
+    corner: str,
+    groups: Mapping[str, Sequence[Outcome]],
+    cells: Mapping[tuple[str, str], str],
+) -> Table:
+    """Return a table of mean losses (± standard deviation over seeds), given which arm belongs into which row and column."""
+    lines = list(dict.fromkeys(row for row, _ in cells))
+    columns = list(dict.fromkeys(column for _, column in cells))
+    table = [
+        (line, *(_mean_cell(groups.get(cells.get((line, column), ""))) for column in columns))
+        for line in lines
+    ]
+    return Table(title, (corner, *columns), table)
+
+
+def _mean_cell(outcomes: Sequence[Outcome] | None) -> str:
+    if not outcomes:
+        return ""
+    each = losses(outcomes)
+    if math.isinf(max(each)):
+        return "diverged"
+    spread = f" ± {np.std(each, ddof=1):.3f}" if len(each) > 1 else ""
+    return f"{np.mean(each):.3f}{spread}"

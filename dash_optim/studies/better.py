@@ -1,0 +1,208 @@
+"""Is it better? DASH beside AdamW, Muon, SOAP and ScalableShampoo, each at its own best learning rate.
+
+Every optimizer is swept over learning rates and seeds. Then the best of each is run once more, one at a time, so that seconds can be compared. And DASH is
+swept over runs *scheduled* for 0.4 times the steps: the question is after how many steps, and seconds, it reaches the loss that AdamW ends with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, Final
+
+import numpy as np
+
+from dash_optim.studies._arms import Arm, Groups, Settings, loss_cells, losses, rows, run_arms
+from dash_optim.training.compare import loss_curves
+from dash_optim.training.loop import PARTS, Outcome
+from dash_optim.training.sweep import best_rates, sweep_figure
+from matroots.studies._report import Plot, Report, Table, fixed
+
+RATES: Final[dict[str, tuple[float, ...]]] = {
+    "dash": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
+    "adamw": (1e-3, 2e-3, 3e-3, 5e-3, 1e-2),
+    "muon": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
+    "soap": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
+    "shampoo": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
+}
+PEERS: Final = ("soap", "shampoo")
+SHORT: Final = 0.4
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    # what DASH refreshes every ten steps they refresh every ten as well; the blocks of ScalableShampoo are as large as DASH's
+    "soap": {"precondition_frequency": 10},
+    "shampoo": {
+        "preconditioning_compute_steps": 10,
+        "statistics_compute_steps": 1,
+        "start_preconditioning_step": 1,
+        "block_size": 128,
+        "skip_preconditioning_rank_lt": 2,
+    },
+}
+
+
+def run(settings: Settings) -> Report:
+    """Run the sweeps and the timed runs, and report."""
+    kinds = [kind for kind in RATES if kind not in PEERS or find_spec("pytorch_optimizer")]
+    steps = settings.job(Arm(""), settings.seeds[0]).training.steps
+    short = max(1, round(SHORT * steps))
+    swept = {(kind, steps): _sweep(kind, steps, settings) for kind in kinds}
+    swept["dash", short] = _sweep("dash", short, settings)
+    points = {
+        (f"{kind}, {count} steps", rate): outcomes
+        for (kind, count), groups in swept.items()
+        for rate, outcomes in zip(_rates(kind, settings), groups.values(), strict=True)
+    }
+    best = best_rates(points)
+    timed = _timed(best, settings)
+    return _report(timed, points, best, f"dash, {short} steps", settings)
+
+
+def _rates(kind: str, settings: Settings) -> tuple[float, ...]:
+    return RATES[kind][1:4:2] if settings.quick else RATES[kind]
+
+
+def _arm(label: str, kind: str, rate: float, steps: int) -> Arm:
+    options = {"type": kind, **OPTIONS.get(kind, {}), "lr": rate}
+    return Arm(label, {"optimizer": options, "training": {"steps": steps}, "logging": {"validate_every": 10}})
+
+
+def _sweep(kind: str, steps: int, settings: Settings) -> Groups:
+    arms = [_arm(f"{kind}-{steps}-{rate:g}", kind, rate, steps) for rate in _rates(kind, settings)]
+    return run_arms("better/sweep", arms, settings)
+
+
+def _timed(best: Mapping[str, float], settings: Settings) -> Groups:
+    """Run the best of each again, alone: the machine's slow moments strike whom they will, so seeds take turns."""
+    found: Groups = {name: [] for name in best}
+    for seed in settings.seeds:
+        one = Settings(settings.out, settings.base, (seed,), 1, settings.quick)
+        arms = [_arm(name, name.partition(",")[0], rate, int(name.split()[1])) for name, rate in best.items()]
+        for name, outcomes in run_arms("better/timed", arms, one).items():
+            found[name] += outcomes
+    return found
+
+
+def reached(outcome: Outcome, target: float) -> tuple[float, float]:
+    """Return after how many steps and seconds a run was first at or below a loss, between two looks by interpolation; NaN if never."""
+    before: tuple[float, float, float] | None = None
+    for point in outcome.curve:
+        if point[2] <= target:
+            if before is None or before[2] == point[2]:
+                return float(point[0]), point[1]
+            share = (before[2] - target) / (before[2] - point[2])
+            return (
+                before[0] + share * (point[0] - before[0]),
+                before[1] + share * (point[1] - before[1]),
+            )
+        before = point
+    return math.nan, math.nan
+
+
+def _report(
+    timed: Groups,
+    points: Mapping[tuple[str, float], Sequence[Outcome]],
+    best: Mapping[str, float],
+    short: str,
+    settings: Settings,
+) -> Report:
+    adamw = next(name for name in timed if name.startswith("adamw"))
+    target = float(np.mean(losses(timed[adamw])))
+    steps, seconds = timed[adamw][0].steps, float(np.mean([o.seconds for o in timed[adamw]]))
+    table = [
+        (
+            name,
+            f"{best[name]:g}",
+            *loss_cells(outcomes, timed[adamw]),
+            *_share(outcomes, target, steps, seconds),
+        )
+        for name, outcomes in timed.items()
+    ]
+    title = f"Is it better? {timed[adamw][0].parameters / 1e6:.2g}M parameters, {steps} steps, {len(settings.seeds)} seeds"
+    return Report(
+        name="better",
+        title=title,
+        summary=_summary(timed, short, target, steps, seconds),
+        tables=[
+            Table(
+                f"Each at its best rate; steps and seconds to AdamW's final loss ({target:.3f}), as shares of AdamW's {steps} steps and {seconds:.0f} s",
+                (
+                    "optimizer",
+                    "rate",
+                    "held-out loss by seed",
+                    "mean",
+                    "minus AdamW's",
+                    "steps to it",
+                    "seconds to it",
+                    "seconds of the run",
+                ),
+                table,
+            ),
+            _times(timed),
+        ],
+        plots=[
+            Plot(
+                "better",
+                "Loss on held-out text, each optimizer at its best rate; mean over seeds, bands from lowest to highest. Runs one at a time.",
+                loss_curves(timed, title),
+            ),
+            Plot(
+                "better_rates",
+                "Mean final loss against the peak learning rate.",
+                sweep_figure(points, best, title),
+            ),
+        ],
+        data={"better": rows(timed), "better_sweep": _sweep_rows(points)},
+        notes=[
+            "Refreshes of SOAP and ScalableShampoo as often as DASH's, every ten steps; everything else as it comes, betas and weight decay as in docs/training.md."
+        ],
+    )
+
+
+def _share(outcomes: Sequence[Outcome], target: float, steps: int, seconds: float) -> tuple[str, str, str]:
+    at = np.array([reached(outcome, target) for outcome in outcomes])
+    mean_steps, mean_seconds = at.mean(0)
+    whole = float(np.mean([outcome.seconds for outcome in outcomes]))
+    return fixed(mean_steps / steps, 2), fixed(mean_seconds / seconds, 2), fixed(whole / seconds, 2)
+
+
+def _summary(timed: Groups, short: str, target: float, steps: int, seconds: float) -> str:
+    loss = float(np.mean(losses(timed[short])))
+    count = timed[short][0].steps
+    took = float(np.mean([outcome.seconds for outcome in timed[short]]))
+    verdict = "below" if loss <= target else "above"
+    order = sorted(timed, key=lambda name: float(np.mean(losses(timed[name]))))
+    return (
+        f"A DASH run scheduled for {count} steps ({count / steps:.2f} of AdamW's, {took / seconds:.2f} of its seconds) ends at {loss:.3f}, {verdict} AdamW's"
+        f" {target:.3f} after {steps}. By final loss: {', '.join(order)}."
+    )
+
+
+def _times(timed: Groups) -> Table:
+    table = [
+        (
+            name,
+            *(fixed(float(np.mean([outcome.ms[part] for outcome in outcomes]))) for part in PARTS),
+            fixed(outcomes[0].optimizer_bytes / 2**20),
+        )
+        for name, outcomes in timed.items()
+    ]
+    return Table(
+        "Mean time of a step and memory of the state",
+        ("optimizer", *(f"{part} ms" for part in PARTS), "state MB"),
+        table,
+    )
+
+
+def _sweep_rows(points: Mapping[tuple[str, float], Sequence[Outcome]]) -> list[dict[str, object]]:
+    return [
+        {
+            "optimizer": name,
+            "rate": rate,
+            "seed": outcome.seed,
+            "loss": outcome.loss,
+            "diverged": outcome.diverged,
+        }
+        for (name, rate), outcomes in points.items()
+        for outcome in outcomes
+    ]

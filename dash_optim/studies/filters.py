@@ -1,0 +1,158 @@
+"""Accuracy or filter? What the inverse root of a factor should be for training, and whether it matters how exactly it is computed.
+
+A root computed by too few Newton steps is a filter on the spectrum that is not ``x^{-1/p}``. If it trains better than the exact root, the question is whether the error is the
+reason or the filter's shape. The same iteration with float64 factors applies the same filter without rounding errors: if the loss stays, it is the shape. Then other shapes can be
+had exactly: a smaller p, less damping or more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from dash_optim.studies._arms import Arm, Groups, Settings, cross_table, difference, losses, rows, run_arms
+from matroots.studies._plots import PALETTE, grid, name_axes
+from matroots.studies._report import Plot, Report, Table
+
+Options = dict[str, Any]
+_DOUBLE: Final[Options] = {"factor_dtype": "float64"}
+SOLVERS: Final[dict[str, Options]] = {
+    "evd, fp64": {"method": {"type": "evd", "compute_dtype": "float64"}},
+    "evd, fp32": {"method": "evd"},
+    "minimax": {"method": "minimax"},
+    "cn, converged": {"method": "cn"},
+    "ndb, converged": {"method": "ndb"},
+    "ndb, 10+10 steps": {"method": {"type": "ndb", "steps": 10}},
+    "ndb, 10+10 steps, fp64": {"method": {"type": "ndb", "steps": 10}, **_DOUBLE},
+    "cn, 10 steps": {"method": {"type": "cn", "steps": 10}},
+    "chebyshev, degree 60": {"method": {"type": "chebyshev", "degree": 60}},
+}
+"""Ways to a fourth root; the first is the reference. "ndb, 10+10 steps" is how arXiv:2602.02016 runs it, by two square roots of ten steps."""
+
+DAMPINGS: Final = (1e-8, 1e-6, 1e-4, 1e-2)
+EXPONENTS: Final = (4, 3, "8/3", 2, "3/2", 1)
+GRAFTINGS: Final = ("adam", "rmsprop", "adagrad", "sgd", "none")
+
+
+def run(settings: Settings) -> Report:
+    """Run all arms and report."""
+    steps, layout = settings.quick, _Layout()
+    for name, options in _few(SOLVERS, 2, steps).items():
+        for damping in _few(dict.fromkeys((1e-6, 1e-4)), 1, steps):
+            layout.add("solver", name, f"{damping:g}", {"p": 4, "rel_damping": damping, **options})
+        layout.add(
+            "often", name, "1e-06, every step", {"p": 4, "rel_damping": 1e-6, "update_freq": 1, **options}
+        )
+    for p in _few(dict.fromkeys(EXPONENTS), 2, steps):
+        for damping in _few(dict.fromkeys(DAMPINGS), 1, steps):
+            layout.add("exponent", f"{p}", f"{damping:g}", {"p": p, "rel_damping": damping})
+        layout.add(
+            "exponent, every step",
+            f"{p}",
+            "1e-06, every step",
+            {"p": p, "rel_damping": 1e-6, "update_freq": 1},
+        )
+    for grafting in _few(dict.fromkeys(GRAFTINGS), 2, steps):
+        for p in _few(dict.fromkeys((4, 2, 1)), 1, steps):
+            layout.add("grafting", f"{p}", grafting, {"p": p, "rel_damping": 1e-6, "grafting": grafting})
+    return _report(run_arms("filters", layout.arms.values(), settings), layout, settings)
+
+
+class _Layout:
+    """The arms, and the place of each in the tables; arms with the same options are run once."""
+
+    def __init__(self) -> None:
+        self.arms: dict[str, Arm] = {}
+        self.cells: dict[str, dict[tuple[str, str], str]] = {}
+
+    def add(self, table: str, row: str, column: str, options: Options) -> None:
+        """Put an arm into a table."""
+        label = ", ".join(f"{key}={_shown(value)}" for key, value in options.items())
+        rate = {"lr": 3e-3} if options.get("grafting") == "none" else {}
+        self.arms[label] = Arm(label, {"optimizer": {"type": "dash", **options, **rate}})
+        self.cells.setdefault(table, {})[row, column] = label
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "-".join(_shown(part) for part in value.values())
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _few(values: Mapping[Any, Any], count: int, quick: bool) -> dict[Any, Any]:
+    return dict(list(values.items())[:count]) if quick else dict(values)
+
+
+def _report(groups: Groups, layout: _Layout, settings: Settings) -> Report:
+    cells = layout.cells
+    model = next(iter(groups.values()))[0]
+    title = f"Accuracy or filter? {model.parameters / 1e6:.2g}M parameters, {model.steps} steps, {len(settings.seeds)} seeds"
+    tables = [
+        _solvers(groups, cells),
+        cross_table(
+            "Exact roots (0.5 %): loss by exponent p and relative damping",
+            "p",
+            groups,
+            {**cells["exponent"], **cells["exponent, every step"]},
+        ),
+        cross_table("Loss by exponent p and grafting", "p", groups, cells["grafting"]),
+    ]
+    best = min(
+        (label for place in cells["exponent"].values() for label in [place]),
+        key=lambda label: float(np.mean(losses(groups[label]))),
+    )
+    summary = f"The lowest loss of all exact filters is that of {best}: {np.mean(losses(groups[best])):.3f}."
+    caption = "Mean loss on held-out text against the exponent, one line for each relative damping (roots exact to 0.5 %, Adam grafting)."
+    return Report(
+        name="filters",
+        title=title,
+        summary=summary,
+        tables=tables,
+        plots=[Plot("filters", caption, _figure(groups, cells["exponent"], title))],
+        data={"filters": rows(groups)},
+        notes=["Without grafting the learning rate is 3e-3, with it 1e-2."],
+    )
+
+
+def _solvers(groups: Groups, cells: Mapping[str, Mapping[tuple[str, str], str]]) -> Table:
+    """Return the losses of the ways to a fourth root, with the difference to the exact one."""
+    merged = {**cells["solver"], **cells["often"]}
+    columns = list(dict.fromkeys(column for _, column in merged))
+    names = list(dict.fromkeys(row for row, _ in merged))
+    table = []
+    for name in names:
+        line = [name]
+        for column in columns:
+            outcomes, reference = groups[merged[name, column]], groups[merged[names[0], column]]
+            mean = float(np.mean(losses(outcomes)))
+            delta, error = difference(outcomes, reference)
+            line.append("diverged" if np.isinf(mean) else f"{mean:.3f} ({delta:+.3f} ± {error:.3f})")
+        table.append(line)
+    return Table(
+        f"Fourth roots, by solver and relative damping: loss, and its difference to {names[0]} (± standard error, paired by seed)",
+        ("solver", *columns),
+        table,
+    )
+
+
+def _figure(groups: Groups, cells: Mapping[tuple[str, str], str], title: str) -> Any:
+    figure, ((axes,),) = grid(1, 1, title)
+    dampings = list(dict.fromkeys(column for _, column in cells))
+    for colour, damping in zip(np.resize(PALETTE, len(dampings)), dampings, strict=True):
+        points = [
+            (_number(row), float(np.mean(losses(groups[label]))))
+            for (row, column), label in cells.items()
+            if column == damping
+        ]
+        x, y = zip(*sorted(points), strict=True)
+        axes.plot(x, y, marker="o", markersize=4, color=str(colour), label=f"relative damping {damping}")
+    name_axes(axes, "p (exponent -1/p on each side)", "held-out loss, nats per token")
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    return figure
+
+
+def _number(text: str) -> float:
+    top, _, bottom = text.partition("/")
+    return float(top) / float(bottom or 1)
