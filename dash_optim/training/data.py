@@ -7,8 +7,9 @@ step sees does not depend on the machine, on the versions of libraries, or on wh
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -29,10 +30,10 @@ Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 BYTES: Final = 256
 _PADDED: Final = 64  # 50,257 becomes 50,304: whole tiles of matrix units, as in nanoGPT; and room for symbols seen nowhere yet
-_CHUNK: Final = 2**20  # elements looked at together
-_WHOLE: Final = 2**24  # bytes of a part up to which all of it goes into the fingerprint
+_CHUNK: Final = 2**20  # tokens searched together
+_WHOLE: Final = 2**24  # bytes of a token file up to which all of it goes into the fingerprint
 _BLOCK: Final = 4096  # bytes of one sample of a longer one
-_BLOCKS: Final = 256  # samples: each may cost a disk a search, and its read-ahead
+_BLOCKS: Final = 256  # samples: each may cost a disk a search
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,8 @@ class Corpus:
         held_out: The same, of another length.
         vocab: Number of symbols; tokens are ``0, ..., vocab - 1``.
         name: What a table calls it.
-        fingerprint: 16 hexadecimal digits: a hash of lengths, dtype and content, of parts above 16 MiB 256 samples of 4 KiB each.
+        fingerprint: 16 hexadecimal digits: a hash of lengths, dtype and content, of token files above 16 MiB only 256 samples of 4
+            KiB each.
         notes: What was left out of what was read and why, a sentence each.
     """
 
@@ -177,24 +179,27 @@ def _of_text(
     if vocab is not None and vocab < BYTES:
         raise InputError(f"vocab: text is bytes, of which there are {BYTES}, got {vocab}")
     parts = text.split(documents, held_out, name)
-    fingerprint = _fingerprint(parts.train, parts.held_out)
+    fingerprint = _fingerprint(parts.train, parts.held_out, (parts.train.data, parts.held_out.data))
     return Corpus(parts.train, parts.held_out, vocab or BYTES, name, fingerprint, notes + parts.notes)
 
 
 def _of_tokens(path: Path, held_out: float, vocab: int | None) -> Corpus:
-    train = _mapped(path / "train.bin" if path.is_dir() else path)
-    if path.is_dir() and (path / "val.bin").exists():
-        held = _mapped(path / "val.bin")
-    else:
-        cut = len(train) - max(1, round(held_out * len(train)))
-        train, held = train[:cut], train[cut:]
+    files = [path / "train.bin", path / "val.bin"] if path.is_dir() else [path]
+    files = [file for file in files if file.exists() or file.name == "train.bin"]
+    parts = [_mapped(file) for file in files]
+    if len(parts) == 1:
+        (whole,) = parts
+        cut = len(whole) - max(1, round(held_out * len(whole)))
+        parts = [whole[:cut], whole[cut:]]
+    train, held = parts
     if min(len(train), len(held)) < 2:
         raise InputError(
             f"{path}: expected more tokens, got {len(train)} to train on and {len(held)} held out"
         )
     if vocab is None:
-        vocab = -(-(1 + max(_largest(train), _largest(held))) // _PADDED) * _PADDED
-    return Corpus(train, held, vocab, str(path), _fingerprint(train, held))
+        vocab = -(-(1 + max(_largest(file) for file in files)) // _PADDED) * _PADDED
+    samples = itertools.chain.from_iterable(_samples(file) for file in files)
+    return Corpus(train, held, vocab, str(path), _fingerprint(train, held, samples))
 
 
 def _mapped(path: Path) -> Tokens:
@@ -205,23 +210,34 @@ def _mapped(path: Path) -> Tokens:
     return np.memmap(path, dtype="<u2", mode="r")
 
 
-def _largest(tokens: Tokens) -> int:
-    return max(int(tokens[i : i + _CHUNK].max()) for i in range(0, len(tokens), _CHUNK))
+def _largest(path: Path) -> int:
+    """Return the largest token of a file, read once from end to end."""
+    largest = 0
+    with path.open("rb") as stream:
+        while (tokens := np.fromfile(stream, "<u2", _CHUNK)).size:
+            largest = max(largest, int(tokens.max()))
+    return largest
 
 
-def _fingerprint(*parts: Tokens) -> str:
-    """Return a hash of arrays; of long ones, of samples spread evenly from the first bytes to the last."""
-    state = hashlib.sha256()
-    for part in parts:
-        content = np.asarray(part).view(np.uint8)
-        state.update(f"{part.dtype.str} {len(part)};".encode())
-        if len(content) <= _WHOLE:
-            state.update(content.tobytes())
-            continue
-        last = len(content) - _BLOCK
+def _samples(path: Path) -> Iterator[bytes]:
+    """Yield a file's content, of a long one samples spread evenly from its first bytes to its last.
+
+    They are read, not taken from the map: for each page touched in a map a system may fetch megabytes around it.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        if size <= _WHOLE:
+            yield stream.read()
+            return
         for i in range(_BLOCKS):
-            start = last * i // (_BLOCKS - 1)
-            state.update(content[start : start + _BLOCK].tobytes())
+            stream.seek((size - _BLOCK) * i // (_BLOCKS - 1))
+            yield stream.read(_BLOCK)
+
+
+def _fingerprint(train: Tokens, held_out: Tokens, content: Iterable[bytes | memoryview]) -> str:
+    state = hashlib.sha256(f"{train.dtype.str} {len(train)} {len(held_out)};".encode())
+    for piece in content:
+        state.update(piece)
     return state.hexdigest()[:16]
 
 

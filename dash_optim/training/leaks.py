@@ -19,7 +19,7 @@ Words = NDArray[np.uint64]
 WINDOW: Final = 64
 """About a line of prose: longer than set phrases, shorter than any passage that helps to predict another."""
 
-PASSAGE: Final = 4000
+PASSAGE: Final = 2000
 """Longest paragraph, in bytes, that is taken out as a whole; longer ones go by lines, longer lines by pieces of this size."""
 
 _CHUNK: Final = 2**18  # windows hashed at a time: what is computed for them then stays in the cache

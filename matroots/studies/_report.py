@@ -21,7 +21,6 @@ from matroots._command import InputError, MissingExtraError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from rich.console import Console
 
 Item = TypeVar("Item")
 Record = Mapping[str, object]
@@ -83,38 +82,29 @@ def track(items: Sequence[Item], description: str) -> Iterable[Item]:
 
 def show(report: Report) -> None:
     """Print the summary, the short tables and the notes of a report to stdout."""
-    console = _console()
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=120)
     console.rule(report.title, style="dim")
     console.print(report.summary, markup=False)
     for table in report.tables:
-        if table.on_terminal:
-            show_table(table)
+        if not table.on_terminal:
+            continue
+        rich_table = RichTable(
+            title=table.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
+        for index, column in enumerate(table.columns):
+            is_text = index == 0 or not any(_is_number(row[index]) for row in table.rows)
+            rich_table.add_column(column, justify="left" if is_text else "right")
+        for row in table.rows:
+            rich_table.add_row(*row)
+        console.print(rich_table)
     for note in report.notes:
         console.print(f"Note: {note}", markup=False, style="dim")
-
-
-def show_table(table: Table) -> None:
-    """Print one table to stdout."""
-    from rich.box import SIMPLE_HEAD
-    from rich.markup import escape
-    from rich.table import Table as RichTable
-
-    rich_table = RichTable(
-        title=table.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    for index, column in enumerate(table.columns):
-        is_text = index == 0 or not any(_is_number(row[index]) for row in table.rows)
-        rich_table.add_column(column, justify="left" if is_text else "right")
-    for row in table.rows:
-        rich_table.add_row(*map(escape, row))
-    _console().print(rich_table)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=120)
 
 
 def say(message: str) -> None:
