@@ -59,12 +59,12 @@ def add_many(made: argparse.ArgumentParser, optimizers: Sequence[str]) -> None:
 
 
 def guarded(work: Callable[[], object], kept: str) -> int:
-    """Do the work and return the exit code, as :func:`matroots._command.guarded` does; a checkpoint that cannot be kept is the user's to mend."""
+    """Do the work and return the exit code, as :func:`matroots._command.guarded` does; a checkpoint or file that cannot be written is the user's to mend."""
 
     def mended() -> None:
         try:
             work()
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             raise InputError(str(error)) from error
 
     return _command.guarded(mended, kept, WHO)

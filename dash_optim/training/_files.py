@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -51,14 +52,18 @@ def make_folder(folder: Path) -> None:
         _sync_folder(folder.parent)
 
 
-def try_lock(stream: IO[bytes]) -> bool:
-    """Lock an open file until it is closed or the process dies; return False if another holds it, or where there are no such locks."""
+def try_lock(stream: IO[bytes]) -> bool | None:
+    """Lock an open file until it is closed or the process dies; return False if another holds it, None where there are no such locks."""
     if sys.platform == "win32":
-        return False
+        return None
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):  # some network file systems
+            return None
+        raise
     return True
 
 

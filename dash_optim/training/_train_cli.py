@@ -7,9 +7,12 @@ import shutil
 from collections.abc import Sequence
 
 from dash_optim.training import _arguments
+from dash_optim.training.data import load_corpus
 from dash_optim.training.loop import PARTS, Outcome, train
 from dash_optim.training.settings import read_job
 from matroots.studies._report import fixed, say
+
+_NOTES = 8  # on what was left out of the text, as many as are shown
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,8 +31,14 @@ def _main(argv: Sequence[str]) -> None:
     job = read_job(_arguments.mapping_of(options))
     if options.fresh and (options.out / "job.json").exists():
         shutil.rmtree(options.out)
+    corpus = load_corpus(job.data.paths or None, held_out=job.data.held_out, vocab=job.data.vocab)
+    say(f"{corpus.name}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out")
+    for note in corpus.notes[:_NOTES]:
+        say(f"  {note}")
+    if len(corpus.notes) > _NOTES:
+        say(f"  and {len(corpus.notes) - _NOTES} more notes of this kind")
     try:
-        outcome = train(job, options.out)
+        outcome = train(job, options.out, corpus=corpus)
     except KeyboardInterrupt:
         so_far = Outcome.read(options.out)
         if so_far is not None:

@@ -17,7 +17,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -122,40 +122,36 @@ def latest(folder: Path, *, map_location: Any = "cpu") -> tuple[int, dict[str, A
 def exclusive(folder: Path) -> Iterator[None]:
     """Hold a folder, made if it is not there, for this process; a process that is killed lets go of it.
 
-    Where the system has no ``flock`` (Windows) nothing keeps a second process out, which is said by a :class:`CheckpointWarning`.
+    Where there is no ``flock`` (Windows, some network file systems) nothing keeps a second process out, which is said by a :class:`CheckpointWarning`.
 
     Raises:
         CheckpointError: if another process holds the folder (it is named), or if it cannot be written to.
     """
-    try:
-        make_folder(folder)
-        stream = (folder / LOCK).open("a+b", buffering=0)
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be locked: {error.strerror}") from error
-    with stream:
-        _take(stream, folder)
+    with ExitStack() as held:
+        try:
+            make_folder(folder)
+            _take(held.enter_context((folder / LOCK).open("a+b", buffering=0)), folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be locked: {error.strerror}") from error
         yield
 
 
 def _take(stream: FileIO, folder: Path) -> None:
     """Lock the file of a folder, and write this process down in it."""
-    if sys.platform == "win32":
-        warnings.warn(f"{folder}: not locked: this system has no flock", CheckpointWarning, stacklevel=4)
+    free = try_lock(stream)
+    if free is None:
+        warnings.warn(f"{folder}: not locked: there is no flock here", CheckpointWarning, stacklevel=4)
         return
-    os.register_at_fork(after_in_child=stream.close)  # workers that outlive this process would hold the lock
-    try:
-        free = try_lock(stream)
-        stream.seek(0)
-        holder = stream.read().decode(errors="replace").strip()
-        if free:
-            stream.truncate(0)
-            stream.write(str(os.getpid()).encode())
-    except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be locked: {error.strerror}") from error
+    stream.seek(0)
     if not free:
-        raise CheckpointError(
-            f"{folder}: in use by process {holder or '(unknown)'}; let it end, or use another folder"
-        )
+        holder = stream.read().decode(errors="replace").strip() or "(unknown)"
+        raise CheckpointError(f"{folder}: in use by process {holder}; let it end, or use another folder")
+    if sys.platform != "win32":
+        os.register_at_fork(
+            after_in_child=stream.close
+        )  # workers that outlive this process would hold the lock
+    stream.truncate(0)
+    stream.write(str(os.getpid()).encode())
 
 
 def _check_count(name: str, value: int, least: int) -> None:

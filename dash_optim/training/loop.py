@@ -329,9 +329,11 @@ def _loop(run: Run, folder: Path, stop: Stop, quiet: bool) -> None:
             metrics.write(record)
             progress.show(record)
             if run.step % logging.checkpoint_every == 0 or last:
+                metrics.flush()
                 save(folder, run.step, run.state())
                 saved = run.step
         if saved != run.step:
+            metrics.flush()
             save(folder, run.step, run.state())
 
 

@@ -85,8 +85,10 @@ class MetricsWriter:
         try:
             while line:
                 line = line[self._stream.write(line) :]
-        except BaseException:
+        except BaseException as error:
             self._stream.truncate(end)  # or the next record would stand in the same line
+            if isinstance(error, OSError):
+                error.filename = str(self._folder / JSONL)
             raise
         self._step = record.get("step", self._step)
         if self._board:
@@ -195,12 +197,17 @@ def _until(step: int, rows: Iterable[Row]) -> list[Row]:
 def _csv(rows: list[Row]) -> bytes:
     """Return a table with all names as columns, in the order in which they appear; empty where a record has no value."""
     stream = io.StringIO(newline="")
-    columns = dict.fromkeys(name for row in rows for name in row)
-    writer = csv.DictWriter(stream, list(columns), lineterminator="\n")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.writer(stream, lineterminator="\n")
     if columns:
-        writer.writeheader()
-    writer.writerows({name: _encoded(value) for name, value in row.items()} for row in rows)
+        writer.writerow(map(_cell, columns))
+    writer.writerows([_cell(row.get(name)) for name in columns] for row in rows)
     return stream.getvalue().encode(errors="backslashreplace")
+
+
+def _cell(value: Any) -> Any:
+    """Return what the csv module writes as one cell: it leaves a carriage return without quotes, and readers end the line there."""
+    return value.replace("\r\n", "\n").replace("\r", "\n") if isinstance(value, str) else _encoded(value)
 
 
 def _summary_writer() -> Any:
