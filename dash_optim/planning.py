@@ -152,7 +152,7 @@ def plan_block_size(
         options: of :class:`DASH`, but ``block_size``.
 
     Raises:
-        TypeError: for an option that `DASH` does not have, or ``block_size``.
+        TypeError: for an option that `DASH` does not have, ``block_size``, or a model that is none of these.
         ValueError: for a value that an option cannot have, a model without parameters, or no candidates.
 
     >>> plan = plan_block_size({"up": (512, 128), "down": (128, 512)}, memory=4 * 2**20, block_sizes=(64, 128, 512))
@@ -165,6 +165,8 @@ def plan_block_size(
         raise TypeError("block_size: is what is planned; give candidates as block_sizes")
     if memory is not None:
         memory = check_number("memory", memory, positive=True)
+    if not isinstance(block_sizes, Iterable):
+        raise TypeError(f"block_sizes: expected several candidates, got {block_sizes!r}")
     sizes = list(dict.fromkeys(block_sizes))
     if not sizes:
         raise ValueError("block_sizes: expected at least one candidate, got none")
@@ -178,7 +180,11 @@ def _twins(
     """Return the groups with tensors on the meta device in place of their parameters, and where those are."""
     twins: dict[Tensor, Tensor] = {}
 
-    def twin(param: Tensor) -> Tensor:
+    def twin(param: object) -> Tensor:
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                f"model: expected parameters, pairs of name and parameter or groups, got {param!r}"
+            )
         if param not in twins:
             twins[param] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
         return twins[param]
@@ -199,11 +205,22 @@ def _groups(model: nn.Module | Mapping[str, Sequence[int]] | ParamsT) -> Groups:
     if isinstance(model, nn.Module):
         return param_groups(model, verbose=False)
     if isinstance(model, Mapping):
-        shapes = [(name, torch.empty(tuple(shape), device="meta")) for name, shape in model.items()]
-        return [{"params": shapes}]
+        return [{"params": [(name, _shaped(name, shape)) for name, shape in model.items()]}]
+    if isinstance(model, Tensor):
+        raise TypeError(
+            "model: expected a module, shapes, or what DASH takes, got a tensor; put it into a list"
+        )
     items: list[Any] = list(model)
     grouped = bool(items) and isinstance(items[0], dict)
     return items if grouped else [{"params": items}]
+
+
+def _shaped(name: str, shape: object) -> Tensor:
+    """Return a tensor of a shape, without memory."""
+    sizes = shape if isinstance(shape, Sequence) and not isinstance(shape, str) else [None]
+    if not all(isinstance(size, int) and size >= 0 for size in sizes):
+        raise TypeError(f"model: expected a shape for {name!r}, such as (512, 128), got {shape!r}")
+    return torch.empty(tuple(sizes), device="meta")
 
 
 def _row(

@@ -144,8 +144,9 @@ def over_budget(stack: Stack) -> str | None:
 def _remedy(status: Status, recipe: Recipe) -> str:
     """Return which options of the optimizer help; another method or dtype finds the same zero eigenvalue."""
     if status == Status.NONFINITE_INPUT:
-        return "nonfinite='raise' names the gradient that a NaN or an infinity comes from"
-    damping = f"rel_damping is {recipe.rel_damping:g} and damping {recipe.damping:g}: try rel_damping=1e-6 (1e-4 for p = 2), or ten times what it is"
+        return "something other than a gradient has put it into the optimizer's state: load the last good checkpoint"
+    now = recipe.rel_damping
+    damping = f"try rel_damping={10 * now or 1e-6:g}, now {now:g}" + ("" if now else " (1e-4 for p = 2)")
     if status == Status.SINGULAR:
         return damping
     return f"{damping}; then factor_dtype=torch.float64, or method='evd'"

@@ -48,7 +48,7 @@ def with_gradients(opt: DASH) -> DASH:
     return opt
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_planned_state_is_the_state(options: dict[str, Any], dtype: torch.dtype) -> None:
     params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
@@ -208,6 +208,7 @@ def test_the_table_is_readable() -> None:
         (TypeError, "blok", {"blok": 1}),
         (ValueError, "block_sizes: expected at least one", {"block_sizes": ()}),
         (ValueError, "block_size: expected an integer", {"block_sizes": (0,)}),
+        (TypeError, "block_sizes: expected several", {"block_sizes": 64}),
         (ValueError, "memory: expected", {"memory": 0}),
         (TypeError, "memory: expected", {"memory": "1 GB"}),
         (ValueError, "grafting", {"grafting": "adamm"}),
@@ -218,6 +219,21 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         plan_block_size({"w": (8, 8)}, **keywords)
+
+
+def test_nothing_is_allocated() -> None:
+    """A state of half a terabyte: six numbers for each element, and the records of the factors."""
+    side = 2**17
+    (row,) = plan_block_size({"w": (side, side)}, block_sizes=[8192], max_factor_dim=math.inf).rows
+    assert row.state_bytes == 4 * 6 * side**2 + 2 * (side // 8192) ** 2 * 80 + 4
+
+
+@pytest.mark.parametrize(
+    "model", [{"w": 8}, {"w": "8x8"}, {"w": (8, 2.5)}, {"w": torch.zeros(2, 2)}, torch.zeros(2), [8]]
+)
+def test_what_is_no_model_is_named(model: Any) -> None:
+    with pytest.raises(TypeError, match="model: expected"):
+        plan_block_size(model)
 
 
 def test_a_model_without_parameters_is_refused() -> None:

@@ -234,22 +234,20 @@ def test_s_inside_the_range_is_a_sign_of_stale_roots_not_of_health() -> None:
             {"p": 2, "update_freq": 50},
             {"p": 2, "refresh": "certified", "refresh_tol": 3.0, "rel_damping": 1e-4},
         ),
-        ({"rel_damping": 1e-1}, {}),
+        ({"rel_damping": 1.0}, {}),
     ],
     ids=str,
 )
 def test_slow_convergence_is_cured_as_advised(slow: dict[str, Any], cure: dict[str, Any]) -> None:
-    for seed in range(2):
-        assert trained(seed=seed, **cure)[0] < 0.97 * trained(seed=seed, **slow)[0]
+    assert trained(**cure)[0] < 0.9 * trained(**slow)[0]
 
 
 def test_p_of_two_starts_slower_and_ends_lower() -> None:
-    """At the same rates; what is below is not within the spread of the seeds."""
-    for seed in range(2):
-        early = [trained(steps=60, seed=seed, p=p)[0] for p in (2, 4)]
-        late = [trained(steps=150, lr=2e-2, seed=seed, p=p)[0] for p in (2, 4)]
-        assert early[0] > 1.3 * early[1]
-        assert late[0] < 0.9 * late[1]
+    """At the same rates; three seeds differ by less than that."""
+    early = [trained(**options)[0] for options in ({"p": 2}, {})]
+    late = [trained(steps=120, lr=2e-2, p=p)[0] for p in (2, 4)]
+    assert early[0] > 1.3 * early[1]
+    assert late[0] < 0.9 * late[1]
 
 
 # 4 the optimizer is too slow
@@ -344,7 +342,7 @@ def test_singular_factors_want_damping_and_nothing_else() -> None:
     failures = found.scalars()["dash/failures"]
     assert failures == 12
     assert "SINGULAR" in message
-    assert "rel_damping is 0 and damping 0: try rel_damping=1e-6" in message
+    assert "try rel_damping=1e-06, now 0 (1e-4 for p = 2)" in message
     assert "float64" not in message
     for useless in ({"method": "evd"}, {"factor_dtype": torch.float64}, {"method": "cn"}):
         assert failing(rel_damping=0.0, **useless)[0].scalars()["dash/failures"] == failures
