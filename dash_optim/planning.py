@@ -15,14 +15,13 @@ from functools import lru_cache
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import ParamsT
+from torch import Tensor
 
 from dash_optim.dash import DASH
 from dash_optim.diagnostics import state_bytes
 from dash_optim.names import label
 from dash_optim.options import Recipe
-from dash_optim.routing import param_groups
+from dash_optim.shadows import Groups, Model, twins_of
 from dash_optim.stacks import Stack
 from matroots import EVD, Rational, inv_root_ex
 from matroots._arguments import check_number
@@ -34,8 +33,6 @@ EIGENDECOMPOSITION: Final = 4.5
 POLE: Final = 0.5
 """In products: two triangular factors and a product of them, ``n^3/3`` each (docs/rational.md)."""
 _PROBE = 16
-
-Groups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class Plan:
 
 
 def plan_block_size(
-    model: nn.Module | Mapping[str, Sequence[int]] | ParamsT,
+    model: Model,
     *,
     memory: float | None = None,
     block_sizes: Iterable[float] = BLOCK_SIZES,
@@ -170,57 +167,8 @@ def plan_block_size(
     sizes = list(dict.fromkeys(block_sizes))
     if not sizes:
         raise ValueError("block_sizes: expected at least one candidate, got none")
-    groups, devices = _twins(model)
+    groups, devices = twins_of(model)
     return Plan(tuple(_row(groups, devices, size, options, memory) for size in sizes), memory)
-
-
-def _twins(
-    model: nn.Module | Mapping[str, Sequence[int]] | ParamsT,
-) -> tuple[Groups, dict[Tensor, torch.device]]:
-    """Return the groups with tensors on the meta device in place of their parameters, and where those are."""
-    twins: dict[Tensor, Tensor] = {}
-
-    def twin(param: object) -> Tensor:
-        if not isinstance(param, Tensor):
-            raise TypeError(
-                f"model: expected parameters, pairs of name and parameter or groups, got {param!r}"
-            )
-        if param not in twins:
-            twins[param] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
-        return twins[param]
-
-    groups = []
-    for group in _groups(model):
-        params = group["params"]
-        listed = [params] if isinstance(params, Tensor) else list(params)
-        named = [(item[0], twin(item[1])) if isinstance(item, tuple) else twin(item) for item in listed]
-        groups.append({**group, "params": named})
-    if not twins:
-        raise ValueError("model: has no parameters")
-    return groups, {other: param.device for param, other in twins.items()}
-
-
-def _groups(model: nn.Module | Mapping[str, Sequence[int]] | ParamsT) -> Groups:
-    """Return the groups that a model stands for."""
-    if isinstance(model, nn.Module):
-        return param_groups(model, verbose=False)
-    if isinstance(model, Mapping):
-        return [{"params": [(name, _shaped(name, shape)) for name, shape in model.items()]}]
-    if isinstance(model, Tensor):
-        raise TypeError(
-            "model: expected a module, shapes, or what DASH takes, got a tensor; put it into a list"
-        )
-    items: list[Any] = list(model)
-    grouped = bool(items) and isinstance(items[0], dict)
-    return items if grouped else [{"params": items}]
-
-
-def _shaped(name: str, shape: object) -> Tensor:
-    """Return a tensor of a shape, without memory."""
-    sizes = shape if isinstance(shape, Sequence) and not isinstance(shape, str) else [None]
-    if not all(isinstance(size, int) and size >= 0 for size in sizes):
-        raise TypeError(f"model: expected a shape for {name!r}, such as (512, 128), got {shape!r}")
-    return torch.empty(tuple(sizes), device="meta")
 
 
 def _row(
