@@ -17,9 +17,7 @@ Model = nn.Module | Mapping[str, Sequence[int]] | ParamsT
 Groups = list[dict[str, Any]]
 
 
-def twins_of(
-    model: Model,
-) -> tuple[Groups, dict[Tensor, torch.device]]:
+def twins_of(model: Model) -> tuple[Groups, dict[Tensor, torch.device]]:
     """Return the groups with tensors on the meta device in place of their parameters, and where those are."""
     twins: dict[Tensor, Tensor] = {}
 
