@@ -5,14 +5,17 @@ from dash_optim.config import from_config
 from dash_optim.dash import DASH, PreconditionerError
 from dash_optim.diagnostics import Diagnostics
 from dash_optim.gradients import NonfiniteGradientError
+from dash_optim.planning import Plan, plan_block_size
 from dash_optim.routing import param_groups
 
 __all__ = [
     "DASH",
     "Diagnostics",
     "NonfiniteGradientError",
+    "Plan",
     "PreconditionerError",
     "from_config",
     "grafting",
     "param_groups",
+    "plan_block_size",
 ]

@@ -272,6 +272,11 @@ class DASH(Optimizer):
                     adamw.init_state(own, param)
                 self._stacks = None
 
+    def build_state(self) -> list[Stack]:
+        """Give every parameter its state now, not at its first gradient; return the stacks."""
+        self._ensure_state([(group, list(dict.fromkeys(group["params"]))) for group in self.param_groups])
+        return self._current_stacks()
+
     def _current_stacks(self) -> list[Stack]:
         """Return the stacks, rebuilt if parameters or options have changed so that they no longer fit."""
         snapshot = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,14 @@ class BlockReport:
     grafting: float
     factors: list[FactorReport]
 
+    @property
+    def relative_grafting(self) -> float:
+        """``grafting`` over the square root of the longest side: near 1 for fresh roots of the default p, whatever the block (docs/troubleshooting.md).
+
+        Adam's first step has the norm ``sqrt(m n)``, and ``L^{-1/4} G R^{-1/4}`` of one gradient of rank r the norm ``sqrt(r)``, at any scale of G.
+        """
+        return self.grafting / math.sqrt(max(self.shape))
+
 
 @dataclass(frozen=True)
 class Diagnostics:
@@ -75,6 +84,7 @@ class Diagnostics:
         """Return a few numbers about all blocks, to be logged wherever numbers are logged."""
         factors = [factor for block in self.blocks for factor in block.factors]
         grafting = [block.grafting for block in self.blocks if block.grafting == block.grafting]
+        relative = [block.relative_grafting for block in self.blocks if block.grafting == block.grafting]
         errors = [f.certified_error for f in factors if f.certified_error == f.certified_error]
         ages = [f.staleness for f in factors if f.staleness == f.staleness]
         numbers = {
@@ -87,7 +97,8 @@ class Diagnostics:
             "largest_condition": max((f.condition for f in factors), default=float("nan")),
             "largest_staleness": max(ages, default=float("nan")),
             "grafting_outside": self.outside,
-            "grafting_median": sorted(grafting)[len(grafting) // 2] if grafting else float("nan"),
+            "grafting_median": _median(grafting),
+            "grafting_relative_median": _median(relative),
             "skipped_steps": self.skipped_steps,
         }
         return {f"dash/{name}": float(value) for name, value in numbers.items()}
@@ -106,11 +117,17 @@ class Diagnostics:
         ]
         if len(rows) > _ROWS_SHOWN:
             lines.append(f"... {len(rows) - _ROWS_SHOWN} more")
+        relative = _median([b.relative_grafting for b in self.blocks if b.grafting == b.grafting])
         lines.append(
-            f"{len(self.blocks)} blocks, {self.outside} grafting coefficients outside {_TOLERATED[0]}-{_TOLERATED[1]},"
-            f" {self.skipped_steps} steps skipped for NaN or infinity"
+            f"{len(self.blocks)} blocks, {self.outside} grafting coefficients s outside {_TOLERATED[0]}-{_TOLERATED[1]}, median of s /"
+            f" sqrt(longest side) {relative:.3f}, {self.skipped_steps} steps skipped for NaN or infinity"
         )
         return "\n".join(lines)
+
+
+def _median(values: Sequence[float]) -> float:
+    """Return the upper median; NaN of nothing."""
+    return sorted(values)[len(values) // 2] if values else math.nan
 
 
 def diagnose(
@@ -221,15 +238,21 @@ def summarise(
             f"stack: {stack.blocks} blocks of {shape} from {len(stack.members)} parameters, {factors}, p = {float(stack.p):g}, {stack.recipe.solver_for(stack.p)},"
             f" {stack.dtype}".replace("torch.", "")
         )
+    kinds = state_bytes(state)
+    memory = ", ".join(f"{kind} {size / 2**20:.1f} MB" for kind, size in kinds.items() if size >= 2**16)
+    lines.append(f"state: {sum(kinds.values()) / 2**20:.1f} MB" + (f" ({memory})" if memory else ""))
+    return "\n".join(lines)
+
+
+def state_bytes(state: Mapping[Tensor, dict[str, Any]]) -> dict[str, int]:
+    """Return the bytes of a state by what they are for: the name of the tensor up to its first underscore, such as "factor"."""
     kinds: dict[str, int] = {}
     for own in state.values():
         for key, value in own.items():
             if isinstance(value, Tensor):
                 kind = key.rpartition(".")[2].partition("_")[0]
                 kinds[kind] = kinds.get(kind, 0) + value.numel() * value.element_size()
-    memory = ", ".join(f"{kind} {size / 2**20:.1f} MB" for kind, size in kinds.items() if size >= 2**16)
-    lines.append(f"state: {sum(kinds.values()) / 2**20:.1f} MB" + (f" ({memory})" if memory else ""))
-    return "\n".join(lines)
+    return kinds
 
 
 def _unfactored(factored: tuple[int, ...], seen: Geometry) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dash_optim.names import parameter_name
+from dash_optim.options import Recipe
 from dash_optim.stacks import FIELD, Chunk, Sides, Stack
 from dash_optim.stale import certified_due, certify_fresh
 from dash_optim.update import correction
@@ -135,6 +136,17 @@ def over_budget(stack: Stack) -> str | None:
             f"{parameter_name(member.group, member.param)}, block {number} of {math.prod(member.blocks.whole)} ({member.blocks.name}), factor of"
             f" dimension {sides.dims[j]}: {int(failures[j, block])} roots have failed in a row (failure_budget="
             f"{stack.recipe.failure_budget}), the last as {status.name}: {status.advice}. The last good root is still in use;"
-            " try a larger rel_damping, factor_dtype=torch.float64 or method='evd', and look at the gradients"
+            f" {_remedy(status, stack.recipe)}"
         )
     return None
+
+
+def _remedy(status: Status, recipe: Recipe) -> str:
+    """Return which options of the optimizer help; another method or dtype finds the same zero eigenvalue."""
+    if status == Status.NONFINITE_INPUT:
+        return "something other than a gradient has put it into the optimizer's state: load the last good checkpoint"
+    now = recipe.rel_damping
+    damping = f"try rel_damping={10 * now or 1e-6:g}, now {now:g}" + ("" if now else " (1e-4 for p = 2)")
+    if status == Status.SINGULAR:
+        return damping
+    return f"{damping}; then factor_dtype=torch.float64, or method='evd'"
