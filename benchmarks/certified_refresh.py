@@ -15,6 +15,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Any
 
 import dash_step
@@ -59,8 +60,10 @@ class Run:
 
 def make_peer(model: ByteModel) -> torch.optim.Optimizer | None:
     """Return ScalableShampoo on a copy of the model, None if it is not installed."""
-    make = dash_step.contestants(128, 1).get("ScalableShampoo (pytorch-optimizer)")
-    return None if make is None else make(list(copy.deepcopy(model).parameters()))
+    if find_spec("pytorch_optimizer") is None:
+        return None
+    make = dash_step.contestants(128, 1)["ScalableShampoo (pytorch-optimizer)"]
+    return make(list(copy.deepcopy(model).parameters()))
 
 
 def peer_step(peer: torch.optim.Optimizer, model: ByteModel) -> float:
