@@ -60,8 +60,8 @@ class DASH(Optimizer):
         lr: learning rate, that of the grafted method (Adam's, unless ``grafting`` says otherwise); a number or a tensor of one element.
         betas: decay of the gradient average (0: no average is kept), and of the second moment of grafting and AdamW.
         block_size: largest side of a block; ``inf`` for one block a parameter.
-        p: order of the root; None is 2k for a tensor with k factors: 4 for matrices, as in the paper. Any value that the method takes, also
-            ``"8/3"``; 2 is the steeper filter that trained best where it was measured (docs/dash.md).
+        p: order of the root: 2, which trains best wherever it was measured (docs/studies). Any value that the method takes, also ``"8/3"``. None
+            is 2k for a tensor with k factors: 4 for matrices, as in the paper.
         method: "auto" (`options.Recipe.solver_for`), or what ``matroots.inv_root`` takes: "evd", "cn", "ndb", "chebyshev", "minimax", "rational", or an
             instance such as ``NewtonDB(steps=10)``.
         scaling, matmul_dtype, tol, max_steps: as for ``matroots.inv_root``.
@@ -69,6 +69,8 @@ class DASH(Optimizer):
         beta_factors: decay of the factors; 1.0 sums them, as AdaGrad does.
         bias_correction: divide averages of gradients and factors by ``1 - decay^t``.
         update_freq: steps between refreshes of a root.
+        refresh_young: refresh more often while the factors are averages of less than ``4 update_freq`` gradients, so that never more than about a third of
+            them are younger than the root (`refresh.interval`).
         start_step: so many steps are the grafted method's own.
         refresh: "interval", all roots every ``update_freq`` steps; "staggered", an ``update_freq``-th of the blocks each step; "certified", a root
             whenever it is not proven to be within ``refresh_tol`` (needs p = a/b with even a; looks at the device each step).
@@ -114,6 +116,7 @@ class DASH(Optimizer):
         beta_factors: float = DEFAULTS["beta_factors"],
         bias_correction: bool = DEFAULTS["bias_correction"],
         update_freq: int = DEFAULTS["update_freq"],
+        refresh_young: bool = DEFAULTS["refresh_young"],
         start_step: int = DEFAULTS["start_step"],
         refresh: str = DEFAULTS["refresh"],
         refresh_tol: float = DEFAULTS["refresh_tol"],

@@ -39,7 +39,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "nd": "matrix",
     "block_size": 1024,
     "max_factor_dim": 8192,
-    "p": None,
+    "p": 2,
     "method": "auto",
     "scaling": None,
     "matmul_dtype": None,
@@ -50,6 +50,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "beta_factors": 0.95,
     "bias_correction": True,
     "update_freq": 10,
+    "refresh_young": True,
     "start_step": 0,
     "refresh": "interval",
     "refresh_tol": 0.5,
@@ -86,7 +87,7 @@ _CHOICES: Final = {
     "stacking": ("device", "layer", "none"),
     "factor_dtype": (None, torch.float32, torch.float64),
 }
-_FLAGS: Final = ("nesterov", "maximize", "bias_correction")
+_FLAGS: Final = ("nesterov", "maximize", "bias_correction", "refresh_young")
 _NOT_NEGATIVE: Final = ("weight_decay", "damping", "rel_damping")
 _POSITIVE: Final = ("eps", "refresh_tol")
 _COUNTS: Final = {"update_freq": 1, "start_step": 0, "failure_budget": 0}
@@ -154,6 +155,7 @@ class Recipe:
     beta_factors: float
     bias_correction: bool
     update_freq: int
+    refresh_young: bool
     start_step: int
     refresh: str
     refresh_tol: float

@@ -26,21 +26,36 @@ def due_blocks(stack: Stack, chunks: list[Chunk], calls: list[int]) -> Tensor | 
 
     ``calls`` counts each member's steps so far, this one included. The first step after ``start_step`` refreshes all.
     """
-    start, freq = stack.recipe.start_step, stack.recipe.update_freq
+    recipe = stack.recipe
     due = []
-    for chunk in chunks if stack.recipe.refresh != "certified" else ():
+    for chunk in chunks if recipe.refresh != "certified" else ():
         if not chunk.preconditioned:
             continue
         for member, _, where in chunk.pieces:
-            age = calls[member.index] - start - 1
+            age = calls[member.index] - recipe.start_step - 1
+            every = (
+                interval(calls[member.index], recipe.update_freq)
+                if recipe.refresh_young
+                else recipe.update_freq
+            )
             blocks = torch.arange(chunk.start + where.start, chunk.start + where.stop, device="cpu")
-            if stack.recipe.refresh == "staggered" and age > 0:
-                blocks = blocks[(age + stack.phase_of[blocks]) % freq == 0]
-            elif age % freq:
+            if recipe.refresh == "staggered" and age > 0:
+                blocks = blocks[(age + stack.phase_of[blocks]) % every == 0]
+            elif age % every:
                 continue
             due.append(blocks)
     index = torch.cat(due) if due else torch.empty(0, dtype=torch.int64, device="cpu")
     return index if len(index) else None
+
+
+def interval(gradients: int, update_freq: int) -> int:
+    """Return the steps between refreshes of factors that have seen so many gradients.
+
+    A root that was computed from k of t gradients preconditions with what those k have shown. Steps are the power of two at most a quarter of t, until that reaches ``update_freq``:
+    with 10, every step until the 8th, every second until the 16th, then every fourth and eighth, and every tenth from the 40th.
+    """
+    quarter = max(1, gradients // 4)
+    return update_freq if quarter >= update_freq else 1 << (quarter.bit_length() - 1)
 
 
 def refresh(stack: Stack, due: Tensor, t: Tensor) -> None:

@@ -20,9 +20,9 @@ from dash_optim.training.sweep import best_rates, sweep_figure
 from matroots.studies._report import Plot, Report, Table, fixed
 
 RATES: Final[dict[str, tuple[float, ...]]] = {
-    "dash": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
+    "dash": (5e-3, 1e-2, 2e-2, 3e-2, 5e-2),
     "adamw": (1e-3, 2e-3, 3e-3, 5e-3, 1e-2),
-    "muon": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
+    "muon": (5e-3, 1e-2, 2e-2, 3e-2, 5e-2),
     "soap": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
     "shampoo": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
 }
