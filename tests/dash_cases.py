@@ -62,6 +62,7 @@ LEVELS: Levels = (
     one("betas", (0.9, 0.95), (0.0, 0.8)),
     one("beta_factors", 0.95, 0.6, 1.0),
     one("update_freq", 1, 3, 10),
+    one("refresh_young", True, False),
     one("refresh", "interval", "staggered"),
     one("start_step", 0, 3),
     ({}, {"damping": 0.01, "rel_damping": 0.0}, {"damping": 0.1, "rel_damping": 0.01}),

@@ -34,12 +34,13 @@ class Options:
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     block_size: float = 1024
-    p: int | float | Fraction | str | None = None
+    p: int | float | Fraction | str | None = 2
     damping: float = 0.0
     rel_damping: float = 1e-6
     beta_factors: float = 0.95
     bias_correction: bool = True
     update_freq: int = 10
+    refresh_young: bool = True
     start_step: int = 0
     grafting: Graft | str | None = "adam"
     grafting_scope: str = "block"
@@ -183,7 +184,16 @@ class Shampoo:
         """Whether the roots of block j are computed at this step; all are at the first that uses them."""
         since = self.t - self.o.start_step - 1
         turn = self.first + j if self.o.refresh == "staggered" else 0
-        return since == 0 or (since + turn) % self.o.update_freq == 0
+        return since == 0 or (since + turn) % self.every() == 0
+
+    def every(self) -> int:
+        """Steps between refreshes: while the factors are young the largest power of two that is at most a quarter of their gradients."""
+        if not self.o.refresh_young or self.t >= 4 * self.o.update_freq:
+            return self.o.update_freq
+        steps = 1
+        while 8 * steps <= self.t:
+            steps *= 2
+        return steps
 
     def root(self, F: np.ndarray) -> np.ndarray:
         """The inverse p-th root of the factor, corrected for bias unless it is a plain sum."""

@@ -13,6 +13,7 @@ from scipy.linalg import fractional_matrix_power
 
 NEVER = 10**6  # a start_step that no test reaches
 # U = L^{-1/p} G R^{-1/p} with the plain sums L of G G^T and R of G^T G
+OLD = {"refresh_young": False}
 PLAIN = {"grafting": None, "betas": (0.0, 0.95), "beta_factors": 1.0, "rel_damping": 0.0, "update_freq": 1}
 BY_HAND = np.array([[3.0, 1.0], [0.0, 2.0]])
 
@@ -122,12 +123,20 @@ def test_roots_are_those_of_the_last_refresh(run):
     G = (U * s) @ Vt
     for options, tau in (
         ({"update_freq": 1}, [1, 2, 3, 4, 5, 6, 7, 8]),
-        ({"update_freq": 3}, [1, 1, 1, 4, 4, 4, 7, 7]),
-        ({"update_freq": 10}, [1] * 8),
-        ({"update_freq": 3, "start_step": 2}, [0, 0, 3, 3, 3, 6, 6, 6]),
-        ({"update_freq": 10, "start_step": 5}, [0, 0, 0, 0, 0, 6, 6, 6]),
+        ({**OLD, "update_freq": 3}, [1, 1, 1, 4, 4, 4, 7, 7]),
+        ({**OLD, "update_freq": 10}, [1] * 8),
+        ({**OLD, "update_freq": 3, "start_step": 2}, [0, 0, 3, 3, 3, 6, 6, 6]),
+        ({**OLD, "update_freq": 10, "start_step": 5}, [0, 0, 0, 0, 0, 6, 6, 6]),
+        # every step while fewer than 8 gradients have been seen, every second until the 16th, every fourth until the 32nd
+        ({"update_freq": 2}, [1, 2, 3, 4, 5, 6, 7, 7, 9, 9]),
+        ({"update_freq": 3}, [1, 2, 3, 4, 5, 6, 7, 7, 9, 9, 11, 11, 13, 13, 13, 16]),
+        (
+            {"update_freq": 10},
+            [1, 2, 3, 4, 5, 6, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15, 17, 17, 17, 17, 21, 21, 21, 21, 25],
+        ),
+        ({"update_freq": 10, "start_step": 5}, [0, 0, 0, 0, 0, 6, 7, 8, 8, 10]),
     ):
-        found = updates(run, [G] * 8, **{**PLAIN, **options})
+        found = updates(run, [G] * len(tau), **{**PLAIN, **options})
         same(found, np.array([i**-0.5 * (U @ Vt) if i else G for i in tau]))
 
 
@@ -141,6 +150,7 @@ def test_staggered_blocks_take_turns(stacking, run):
     options = {
         **PLAIN,
         "update_freq": 3,
+        **OLD,
         "refresh": "staggered",
         "block_size": 6,
         "lr": 1.0,
