@@ -51,11 +51,10 @@ class Optimizers:
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
-        options = {**USUAL.get(str(options.get("type")), {}), **options}
         kind = options["type"]
-        if kind not in OPTIMIZERS:
+        if not isinstance(kind, str) or kind not in OPTIMIZERS:
             raise InputError(f"optimizer.type: expected one of {sorted(OPTIMIZERS)}, got {kind!r}")
-        options.setdefault("lr", RATES[kind])
+        options = {"lr": RATES[kind], **USUAL[kind], **options}
         routing, overrides = options.pop("routing", "auto"), options.pop("overrides", None)
         if routing not in ("auto", "all"):
             raise InputError(f"optimizer.routing: expected 'auto' or 'all', got {routing!r}")
@@ -63,8 +62,11 @@ class Optimizers:
             self.each = _build(model, options, routing == "all", overrides)
         except ImportError as error:
             raise MissingExtraError(str(error)) from error
-        except (TypeError, ValueError) as error:
-            raise InputError(str(error)) from error
+        except Exception as error:  # other people's optimizers raise what they like for a wrong option
+            message = " ".join(str(error).split())
+            named = message.startswith(("optimizer.", "overrides:"))
+            raise InputError(message if named else f"optimizer: {message}") from error
+        self._peaks = [[float(group["lr"]) for group in one.param_groups] for one in self.each]
         self.peak = float(options["lr"])
 
     @property
@@ -73,10 +75,10 @@ class Optimizers:
         return next((one for one in self.each if isinstance(one, DASH)), None)
 
     def set_rate(self, factor: float) -> float:
-        """Set the rate of all groups to this multiple of the peak, and return it."""
-        for one in self.each:
-            for group in one.param_groups:
-                group["lr"] = self.peak * factor
+        """Set the rate of each group to this multiple of its peak; return that of the groups that have none of their own."""
+        for one, peaks in zip(self.each, self._peaks, strict=True):
+            for group, peak in zip(one.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
         return self.peak * factor
 
     def zero_grad(self) -> None:

@@ -21,22 +21,22 @@ class Progress:
         self._validated = ""
 
     def __enter__(self) -> Progress:
+        if self._quiet or not sys.stderr.isatty():
+            return self
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        console = Console(stderr=True)
-        if not self._quiet and console.is_terminal:
-            self._bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(),
-                console=console,
-            )
-            self._task = self._bar.add_task(self._name, total=self._steps, completed=self._start, numbers="")
-            self._bar.start()
+        self._bar = Bar(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        self._task = self._bar.add_task(self._name, total=self._steps, completed=self._start, numbers="")
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
