@@ -212,7 +212,7 @@ def override(mapping: Mapping[str, Any], assignments: Iterable[str]) -> dict[str
         key, sign, text = assignment.partition("=")
         if not sign or not key:
             raise InputError(
-                f"expected a YAML file, or section.key=value such as training.steps=100, got {assignment!r}"
+                f"expected section.key=value such as training.steps=100, or a YAML file, got {assignment!r}"
             )
         try:
             value = yaml.safe_load(text)
