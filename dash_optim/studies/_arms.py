@@ -106,9 +106,10 @@ def difference(outcomes: Sequence[Outcome], reference: Sequence[Outcome]) -> tup
 
     Infinite, with an error of NaN, where a run diverged; the error is NaN for a single seed.
     """
-    deltas = np.array(losses(outcomes)) - np.array(losses(reference))
-    if not np.isfinite(deltas).all():
+    ours, theirs = np.array(losses(outcomes)), np.array(losses(reference))
+    if not np.isfinite([ours, theirs]).all():
         return math.inf, math.nan
+    deltas = ours - theirs
     error = float(deltas.std(ddof=1) / math.sqrt(len(deltas))) if len(deltas) > 1 else math.nan
     return float(deltas.mean()), error
 
