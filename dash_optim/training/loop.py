@@ -19,6 +19,7 @@ from dash_optim.training.checkpoint import exclusive, latest, save
 from dash_optim.training.data import Corpus, load_corpus
 from dash_optim.training.metrics import CSV, JSONL, TENSORBOARD, MetricsWriter, summary_writer
 from dash_optim.training.model import Llama
+from dash_optim.training.optimizers import try_options
 from dash_optim.training.outcome import RESULT, Outcome, read_json, write_json
 from dash_optim.training.progress import Progress
 from dash_optim.training.run import Run, other_data, refuse_other
@@ -64,6 +65,7 @@ def train(
     stopping = Stop(stop)
     with torch_threads(job.training.threads or torch.get_num_threads()), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(job.training.seed)  # torch.manual_seed seeds accelerators too
+        try_options(job.optimizer, device)
         run = Run(job, corpus, device)
         with exclusive(folder), stopping.listening():
             _claim(job, folder, fresh)
@@ -91,7 +93,7 @@ def finished(job: Job, folder: Path, corpus: Corpus) -> Outcome | None:
 
 def check(job: Job, corpus: Corpus) -> None:
     """Raise :class:`InputError` or :class:`MissingExtraError` for what would be raised when a job is started."""
-    job.training.place()
+    try_options(job.optimizer, job.training.place())
     with torch.device("meta"):  # nothing is computed, no memory is taken
         Run(job, corpus, torch.device("meta"))
 

@@ -6,15 +6,18 @@ the same rate. The others take everything. Vectors have no weight decay anywhere
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dash_optim.config import OPTIMIZERS, from_config
 from dash_optim.dash import DASH
 from dash_optim.routing import param_groups
+from dash_optim.training.model import Architecture, Llama
 from matroots._command import InputError, MissingExtraError
 
 USUAL: Final[dict[str, dict[str, Any]]] = {
@@ -58,14 +61,8 @@ class Optimizers:
         routing, overrides = options.pop("routing", "auto"), options.pop("overrides", None)
         if routing not in ("auto", "all"):
             raise InputError(f"optimizer.routing: expected 'auto' or 'all', got {routing!r}")
-        try:
+        with _about_options():
             self.each = _build(model, options, routing == "all", overrides)
-        except ImportError as error:
-            raise MissingExtraError(str(error)) from error
-        except Exception as error:  # other people's optimizers raise what they like for a wrong option
-            message = " ".join(str(error).split())
-            named = message.startswith(("optimizer.", "overrides:"))
-            raise InputError(message if named else f"optimizer: {message}") from error
         self._peaks = [[float(group["lr"]) for group in one.param_groups] for one in self.each]
         self.peak = float(options["lr"])
 
@@ -104,6 +101,34 @@ class Optimizers:
     def bytes(self) -> int:
         """The memory of their state."""
         return sum(_size(own) for one in self.each for own in one.state.values())
+
+
+def try_options(options: Mapping[str, Any], device: torch.device) -> None:
+    """Take a step with a model of a few numbers: at some options torch's optimizers look only then.
+
+    Raises:
+        InputError: for options with which there is no step.
+        MissingExtraError: for an optimizer of a package that is not installed.
+    """
+    shape = Architecture(width=4, layers=1, heads=2, hidden=4, context=2, vocab=4)
+    model = Llama(shape).to(device)
+    optimizers = Optimizers(model, options)
+    model.loss(torch.zeros(1, 3, dtype=torch.int64, device=device)).backward()
+    with _about_options():
+        optimizers.step()
+
+
+@contextmanager
+def _about_options() -> Iterator[None]:
+    """Make what optimizers raise, who raise what they like for a wrong option, an error of one line that says so."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(str(error)) from error
+    except Exception as error:
+        message = " ".join(str(error).split())
+        named = message.startswith(("optimizer.", "overrides:"))
+        raise InputError(message if named else f"optimizer: {message}") from error
 
 
 def _build(

@@ -195,6 +195,8 @@ def read_job(mapping: Mapping[str, Any]) -> Job:
     if not isinstance(options, Mapping):
         options = {"type": options}
     options = {str(key): _plain(as_number(value)) for key, value in options.items()}
+    for key, value in _flat(options, "optimizer."):
+        _refuse_other_kinds(key, value)
     job = Job(optimizer={"type": "dash", **options}, **found)
     job.model.architecture()
     return job
@@ -337,6 +339,15 @@ def _refuse_unknown(values: Mapping[Any, Any], known: list[str], where: str, wha
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {sorted(known)}"
             raise InputError(f"{where}{key}: no such {what}; {hint}")
+
+
+def _refuse_other_kinds(where: str, value: Any) -> None:
+    """Raise for what YAML knows and JSON does not: dates, bytes, sets."""
+    for part in value if isinstance(value, list) else [value]:
+        if not isinstance(part, (str, int, float, list, Mapping, type(None))):
+            raise InputError(
+                f"{where}: expected numbers, strings, true, false, null, or lists and mappings of them, got {part!r}"
+            )
 
 
 def _at_least(where: str, value: float, least: int) -> None:
