@@ -434,6 +434,26 @@ def test_a_process_of_its_own(tmp_path, data):
     assert "Traceback" not in err
 
 
+def test_a_result_is_not_older_than_its_run(tmp_path, data):
+    argv, folder = words("train", data=data, out=tmp_path / "run"), tmp_path / "run"
+
+    def stopped():
+        take_step = Run.take_step
+
+        def step(self):
+            signal.raise_signal(signal.SIGINT)
+            return take_step(self)
+
+        Run.take_step = step
+
+    assert command(argv, tmp_path / "log", before=stopped).wait() == 130
+    assert Outcome.read(folder).step == 1
+    (folder / ".job.json.99999999.partial").write_text("{")  # as a kill leaves it
+    assert command(argv, tmp_path / "log", before=die_in_step(8)).wait() == -signal.SIGKILL
+    assert Outcome.read(folder) is None
+    assert not list(folder.glob(".*.partial"))
+
+
 # which runs may go on
 
 
@@ -553,17 +573,17 @@ def test_a_run_too_short_to_be_given_up_has_diverged_too(tmp_path, data):
 
 
 def test_a_finite_loss_starts_the_count_again(tmp_path, data, monkeypatch):
-    infinite = {1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12}
-    take_step = Run.take_step
+    infinite, loss, calls = {1, 2, 3, 4, 5, 6, 7, 8, 9, 11}, Llama.loss, []
 
-    def step(self):
-        bad = self.bad
-        record = take_step(self)
-        self.bad = bad + 1 if self.step in infinite else 0
-        return record
+    def sometimes_infinite(self, windows):
+        value = loss(self, windows)
+        calls.extend([1] * torch.is_grad_enabled())
+        return value * math.inf if torch.is_grad_enabled() and len(calls) - 1 in infinite else value
 
-    monkeypatch.setattr(Run, "take_step", step)
-    assert not train(tiny(data), tmp_path, quiet=True).diverged
+    monkeypatch.setattr(Llama, "loss", sometimes_infinite)  # its first call is that of the trial step
+    outcome = train(tiny(data), tmp_path, quiet=True)
+    assert {record["step"] for record in read(tmp_path) if math.isinf(record["loss"])} == infinite
+    assert (outcome.step, outcome.diverged) == (12, False)
 
 
 def test_an_optimizer_that_refuses_to_go_on_ends_the_run(tmp_path, data, monkeypatch):
