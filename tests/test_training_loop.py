@@ -35,6 +35,12 @@ from matroots._command import InputError
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
 
+@pytest.fixture(autouse=True)
+def without_fsync(monkeypatch):
+    """What a killed process has written stays; only a machine that dies needs more, and that takes time."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+
+
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return text(tmp_path_factory.mktemp("text") / "words.txt")
