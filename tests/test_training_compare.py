@@ -322,21 +322,40 @@ def test_workers_compute_the_same_and_end_with_their_checkpoints(tmp_path, data)
         words("compare", *more, data=data, out=out), tmp_path / "log", before=lambda: os.setpgid(0, 0)
     )
     until(lambda: out.exists() and len(folders(out)) == 3 and all(lines(path) > 2 for path in out.iterdir()))
-    until(lambda: sum((path / "result.json").exists() for path in out.iterdir()) == 2)
-    time.sleep(0.2)  # now one worker has nothing to do
+    until(lambda: (tmp_path / "log").read_text().count(": held out ") == 2)  # one worker has nothing to do
     os.killpg(child.pid, signal.SIGINT)  # as a terminal does
     assert child.wait() == 130
     until(lambda: not alive(child.pid), seconds=10)
     log = (tmp_path / "log").read_text()
-    assert "Traceback" not in log
+    assert "Traceback" not in log, log
     assert log.endswith("the same command goes on\n")
-    assert log.count(": held out ") == 2
     for name, run in runs_in(out).items():
         if run.steps == 100000:
             assert (run.step, run.finished) == (lines(out / name), False)
             assert computed(out / name)["step"] == run.step
         else:
             assert computed(out / name) == computed(tmp_path / "alone" / name)
+
+
+@pytest.mark.slow
+def test_workers_that_are_still_starting_do_not_hear_ctrl_c(tmp_path, data):
+    argv = words(
+        "compare",
+        "steps=100000",
+        "--optimizers",
+        "adamw",
+        "sgd",
+        "--workers",
+        "2",
+        data=data,
+        out=tmp_path / "out",
+    )
+    for seconds in (0.3, 0.8, 1.3, 1.8, 2.3):
+        child = command(argv, tmp_path / "log", before=lambda: os.setpgid(0, 0))
+        time.sleep(seconds)
+        os.killpg(child.pid, signal.SIGINT)
+        assert child.wait() == 130
+        assert (tmp_path / "log").read_text().count("\n") == 1
 
 
 @pytest.mark.slow

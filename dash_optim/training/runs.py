@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from functools import cache
 from itertools import islice
 from multiprocessing.synchronize import Event
@@ -103,7 +104,8 @@ def _in_processes(jobs: Mapping[str, Job], out: Path, workers: int) -> dict[str,
         try:
             for _ in track(list(jobs), f"{len(jobs)} runs, {workers} at a time"):
                 for name in islice(waiting, workers - len(running)):
-                    running[pool.submit(_train_alone, jobs[name], out / name)] = name
+                    with _ctrl_c_held_back():
+                        running[pool.submit(_train_alone, jobs[name], out / name)] = name
                 done = next(iter(wait(running, return_when=FIRST_COMPLETED).done))
                 name = running.pop(done)
                 found[name] = done.result()
@@ -115,6 +117,19 @@ def _in_processes(jobs: Mapping[str, Job], out: Path, workers: int) -> dict[str,
         finally:
             stop.set()
     return found
+
+
+@contextmanager
+def _ctrl_c_held_back() -> Iterator[None]:
+    """Let Ctrl-C wait, and processes that are started meanwhile never hear it, not even while they import torch."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _tell(name: str, outcome: Outcome) -> None:
@@ -132,7 +147,7 @@ def _begin(stop: Event) -> None:
     """Prepare a worker: its parent alone hears Ctrl-C, and it ends with its parent, however that ends."""
     global _stop
     _stop = stop.is_set
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where it is not held back
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
