@@ -11,9 +11,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from dash_optim.training.loop import Outcome
-from dash_optim.training.runs import run_all
+from dash_optim.training.outcome import Outcome
+from dash_optim.training.runs import run_groups
 from dash_optim.training.settings import Job, read_job
+from matroots._command import InputError
 from matroots.studies._report import Table, fixed
 
 Groups = dict[str, list[Outcome]]
@@ -53,29 +54,41 @@ class Settings:
     workers: int = 1
     quick: bool = False
 
+    def __post_init__(self) -> None:
+        """Take sections as :func:`read_job` does: an optimizer may be its type alone, and a section may be empty."""
+        base = {
+            name: {"type": part} if isinstance(part, str) else part or {} for name, part in self.base.items()
+        }
+        object.__setattr__(self, "base", base)
+
     def job(self, arm: Arm, seed: int) -> Job:
-        """Return the job of an arm."""
+        """Return the job of an arm; raise :class:`InputError` for a setting that is the arm's and would be another."""
+        for name, values in arm.sections.items():
+            for key, value in values.items():
+                asked = self.base.get(name, {}).get(key, value)
+                if asked != value:
+                    raise InputError(
+                        f"{name}.{key}: is what this study sets, here to {value!r}; got {asked!r}"
+                    )
         sections: dict[str, dict[str, Any]] = {}
-        for part in (QUICK if self.quick else {}, arm.sections, self.base, {"training": {"seed": seed}}):
+        for part in (QUICK if self.quick else {}, self.base, arm.sections, {"training": {"seed": seed}}):
             for name, values in part.items():
                 sections[name] = {**sections.get(name, {}), **values}
         return read_job(sections)
 
-    def one_at_a_time(self) -> Settings:
-        """Return the same with one worker, for times that can be compared."""
-        return replace(self, workers=1)
+    def without_steps(self) -> Settings:
+        """Return the same without ``training.steps``, for a study that sets them itself."""
+        training = {key: value for key, value in self.base.get("training", {}).items() if key != "steps"}
+        return replace(self, base={**self.base, "training": training})
 
 
 def run_arms(study: str, arms: Iterable[Arm], settings: Settings) -> Groups:
     """Run every arm with every seed, in ``out/study/arm/seed``, and return the outcomes; finished runs are not run again."""
-    listed = list(arms)
-    jobs = {
-        f"{slug(arm.label)}/seed{seed}": settings.job(arm, seed) for arm in listed for seed in settings.seeds
+    groups = {
+        arm.label: {f"{slug(arm.label)}/seed{seed}": settings.job(arm, seed) for seed in settings.seeds}
+        for arm in arms
     }
-    outcomes = run_all(jobs, settings.out / study, workers=settings.workers, quiet=True)
-    return {
-        arm.label: [outcomes[f"{slug(arm.label)}/seed{seed}"] for seed in settings.seeds] for arm in listed
-    }
+    return run_groups(groups, settings.out / study, workers=settings.workers, quiet=True)
 
 
 def slug(label: str) -> str:
@@ -89,10 +102,14 @@ def losses(outcomes: Sequence[Outcome]) -> list[float]:
 
 
 def difference(outcomes: Sequence[Outcome], reference: Sequence[Outcome]) -> tuple[float, float]:
-    """Return the mean difference of the losses and its standard error, paired by seed: weights and data are the same in both."""
-    deltas = np.array(losses(outcomes)) - np.array(losses(reference))
-    if not np.isfinite(deltas).all():
+    """Return the mean difference of the losses and its standard error, paired by seed: weights and data are the same in both.
+
+    Infinite, with an error of NaN, where a run diverged; the error is NaN for a single seed.
+    """
+    ours, theirs = np.array(losses(outcomes)), np.array(losses(reference))
+    if not np.isfinite([ours, theirs]).all():
         return math.inf, math.nan
+    deltas = ours - theirs
     error = float(deltas.std(ddof=1) / math.sqrt(len(deltas))) if len(deltas) > 1 else math.nan
     return float(deltas.mean()), error
 
@@ -105,11 +122,13 @@ def loss_cells(outcomes: Sequence[Outcome], reference: Sequence[Outcome] | None 
         " / ".join("diverged" if math.isinf(loss) else f"{loss:.3f}" for loss in each),
         "diverged" if math.isinf(mean) else fixed(mean, 3),
     )
-    if reference is None:
-        return cells
+    return cells if reference is None else (*cells, shown_difference(outcomes, reference))
+
+
+def shown_difference(outcomes: Sequence[Outcome], reference: Sequence[Outcome]) -> str:
+    """Return :func:`difference` as a cell."""
     delta, error = difference(outcomes, reference)
-    shown = "-" if math.isinf(delta) else f"{delta:+.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
-    return (*cells, shown)
+    return "-" if math.isinf(delta) else f"{delta:+.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
 
 
 LOSS_COLUMNS: Final = ("held-out loss by seed", "mean")

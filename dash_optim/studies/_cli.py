@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 from dash_optim.studies import better, blocks, compress, filters, grafting, staleness
 from dash_optim.studies._arms import Settings
 from dash_optim.training import _arguments
 from dash_optim.training.settings import read_job
 from matroots import _command
-from matroots._command import unique
-from matroots.studies._report import Report, circumstances, say, show, write
+from matroots._command import InputError, unique
+from matroots.studies._report import Report
 
 STUDIES: dict[str, Callable[[Settings], Report]] = {
     "better": better.run,
@@ -26,7 +24,7 @@ STUDIES: dict[str, Callable[[Settings], Report]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name; return its exit code, see :func:`dash_optim.training._arguments.guarded`."""
-    return _arguments.guarded(lambda: _main(argv), "what was finished is kept; the same command goes on")
+    return _arguments.guarded(lambda: _main(argv), _arguments.KEPT)
 
 
 def _main(argv: Sequence[str]) -> None:
@@ -45,20 +43,14 @@ def _main(argv: Sequence[str]) -> None:
         "--workers", type=_command.count, default=1, help="runs at a time, with one thread each"
     )
     parser.add_argument("--quick", action="store_true", help="a toy model and twelve steps: does it run?")
-    options = parser.parse_args(argv)
-    names = [text for text in options.settings if text in STUDIES]
+    options = parser.parse_intermixed_args(argv)
+    names = unique([text for text in options.settings if text in STUDIES]) or tuple(STUDIES)
     options.settings = [text for text in options.settings if text not in STUDIES]
+    options.seeds = unique(options.seeds or ((0,) if options.quick else (0, 1, 2)))
     base = _arguments.mapping_of(options)
-    read_job(base)
-    seeds = unique(options.seeds or ((0,) if options.quick else (0, 1, 2)))
-    settings = Settings(options.out, base, seeds, options.workers, options.quick)
-    for name in names or STUDIES:
-        report = STUDIES[name](settings)
-        origin = circumstances(
-            _arguments.command_line("study", argv),
-            seeds[0],
-            1 if options.workers > 1 else torch.get_num_threads(),
-        )
-        paths = write(report, options.out, {**origin, "seeds": " ".join(map(str, seeds))})
-        show(report)
-        say(f"Wrote {len(paths)} files, see {paths[-1]}")
+    job = read_job(base)
+    if "seed" in (base.get("training") or {}):
+        raise InputError("training.seed: studies take several, by --seeds")
+    settings = Settings(options.out, base, options.seeds, options.workers, options.quick)
+    for name in names:
+        _arguments.deliver(STUDIES[name](settings), options, argv, job)

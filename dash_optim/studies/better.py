@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from dash_optim.studies._arms import Arm, Groups, Settings, loss_cells, losses, rows, run_arms
 from dash_optim.training.compare import loss_curves
-from dash_optim.training.loop import PARTS, Outcome
+from dash_optim.training.outcome import PARTS, Outcome
 from dash_optim.training.sweep import best_rates, sweep_figure
 from matroots.studies._report import Plot, Report, Table, fixed
 
@@ -45,6 +46,7 @@ def run(settings: Settings) -> Report:
     """Run the sweeps and the timed runs, and report."""
     kinds = [kind for kind in RATES if kind not in PEERS or find_spec("pytorch_optimizer")]
     steps = settings.job(Arm(""), settings.seeds[0]).training.steps
+    settings = settings.without_steps()
     short = max(1, round(SHORT * steps))
     swept = {(kind, steps): _sweep(kind, steps, settings) for kind in kinds}
     swept["dash", short] = _sweep("dash", short, settings)
@@ -76,7 +78,7 @@ def _timed(best: Mapping[str, float], settings: Settings) -> Groups:
     """Run the best of each again, alone: the machine's slow moments strike whom they will, so seeds take turns."""
     found: Groups = {name: [] for name in best}
     for seed in settings.seeds:
-        one = Settings(settings.out, settings.base, (seed,), 1, settings.quick)
+        one = replace(settings, seeds=(seed,), workers=1)
         arms = [_arm(name, name.partition(",")[0], rate, int(name.split()[1])) for name, rate in best.items()]
         for name, outcomes in run_arms("better/timed", arms, one).items():
             found[name] += outcomes
@@ -88,7 +90,7 @@ def reached(outcome: Outcome, target: float) -> tuple[float, float]:
     before: tuple[float, float, float] | None = None
     for point in outcome.curve:
         if point[2] <= target:
-            if before is None or before[2] == point[2]:
+            if before is None or not math.isfinite(before[2]):
                 return float(point[0]), point[1]
             share = (before[2] - target) / (before[2] - point[2])
             return (
@@ -155,6 +157,8 @@ def _report(
         data={"better": rows(timed), "better_sweep": _sweep_rows(points)},
         notes=[
             "Refreshes of SOAP and ScalableShampoo as often as DASH's, every ten steps; everything else as it comes, betas and weight decay as in docs/training.md."
+            if find_spec("pytorch_optimizer")
+            else "SOAP and ScalableShampoo are left out: they are pytorch-optimizer's, of the extra 'bench', which is not installed."
         ],
     )
 

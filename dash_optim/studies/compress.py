@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from dash_optim.studies._arms import Arm, Settings, loss_cells, rows, run_arms, slug
-from dash_optim.training.loop import Outcome, load_model
+from dash_optim.training.loop import load_model
 from dash_optim.training.model import Llama
+from dash_optim.training.outcome import Outcome
 from matroots.studies._plots import PALETTE, grid, name_axes
 from matroots.studies._report import Plot, Report, Table, fixed
 
@@ -121,7 +122,7 @@ def _linear(model: nn.Module) -> list[nn.Linear]:
 
 @torch.no_grad()
 def _loss(model: Llama, windows: Tensor) -> float:
-    return float(np.mean([model.loss(part).item() for part in windows.split(16)]))
+    return sum(model.loss(part).item() * len(part) for part in windows.split(16)) / len(windows)
 
 
 def _losses(groups: dict[str, list[Outcome]]) -> Table:

@@ -12,7 +12,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from dash_optim.studies._arms import Arm, Groups, Settings, cross_table, difference, losses, rows, run_arms
+from dash_optim.studies._arms import (
+    Arm,
+    Groups,
+    Settings,
+    cross_table,
+    losses,
+    rows,
+    run_arms,
+    shown_difference,
+)
 from matroots.studies._plots import PALETTE, grid, name_axes
 from matroots.studies._report import Plot, Report, Table
 
@@ -38,15 +47,15 @@ GRAFTINGS: Final = ("adam", "rmsprop", "adagrad", "sgd", "none")
 
 def run(settings: Settings) -> Report:
     """Run all arms and report."""
-    steps, layout = settings.quick, _Layout()
-    for name, options in _few(SOLVERS, 2, steps).items():
-        for damping in _few(dict.fromkeys((1e-6, 1e-4)), 1, steps):
+    quick, layout = settings.quick, _Layout()
+    for name, options in _few(SOLVERS, 2, quick).items():
+        for damping in _few(dict.fromkeys((1e-6, 1e-4)), 1, quick):
             layout.add("solver", name, f"{damping:g}", {"p": 4, "rel_damping": damping, **options})
         layout.add(
             "often", name, "1e-06, every step", {"p": 4, "rel_damping": 1e-6, "update_freq": 1, **options}
         )
-    for p in _few(dict.fromkeys(EXPONENTS), 2, steps):
-        for damping in _few(dict.fromkeys(DAMPINGS), 1, steps):
+    for p in _few(dict.fromkeys(EXPONENTS), 2, quick):
+        for damping in _few(dict.fromkeys(DAMPINGS), 1, quick):
             layout.add("exponent", f"{p}", f"{damping:g}", {"p": p, "rel_damping": damping})
         layout.add(
             "exponent, every step",
@@ -54,8 +63,8 @@ def run(settings: Settings) -> Report:
             "1e-06, every step",
             {"p": p, "rel_damping": 1e-6, "update_freq": 1},
         )
-    for grafting in _few(dict.fromkeys(GRAFTINGS), 2, steps):
-        for p in _few(dict.fromkeys((4, 2, 1)), 1, steps):
+    for grafting in _few(dict.fromkeys(GRAFTINGS), 2, quick):
+        for p in _few(dict.fromkeys((4, 2, 1)), 1, quick):
             layout.add("grafting", f"{p}", grafting, {"p": p, "rel_damping": 1e-6, "grafting": grafting})
     return _report(run_arms("filters", layout.arms.values(), settings), layout, settings)
 
@@ -100,7 +109,7 @@ def _report(groups: Groups, layout: _Layout, settings: Settings) -> Report:
         cross_table("Loss by exponent p and grafting", "p", groups, cells["grafting"]),
     ]
     best = min(
-        (label for place in cells["exponent"].values() for label in [place]),
+        cells["exponent"].values(),
         key=lambda label: float(np.mean(losses(groups[label]))),
     )
     summary = f"The lowest loss of all exact filters is that of {best}: {np.mean(losses(groups[best])):.3f}."
@@ -127,8 +136,8 @@ def _solvers(groups: Groups, cells: Mapping[str, Mapping[tuple[str, str], str]])
         for column in columns:
             outcomes, reference = groups[merged[name, column]], groups[merged[names[0], column]]
             mean = float(np.mean(losses(outcomes)))
-            delta, error = difference(outcomes, reference)
-            line.append("diverged" if np.isinf(mean) else f"{mean:.3f} ({delta:+.3f} ± {error:.3f})")
+            shown = shown_difference(outcomes, reference)
+            line.append("diverged" if np.isinf(mean) else f"{mean:.3f} ({shown})")
         table.append(line)
     return Table(
         f"Fourth roots, by solver and relative damping: loss, and its difference to {names[0]} (± standard error, paired by seed)",

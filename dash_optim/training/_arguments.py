@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dash_optim.training.checkpoint import CheckpointError
-from dash_optim.training.settings import Job, override, read_job
+from dash_optim.training.outcome import Outcome
+from dash_optim.training.settings import Job, assign, override, read_job, section_of
+from dash_optim.training.stop import handling
 from matroots import _command
-from matroots._command import InputError, MissingExtraError, Parser
-from matroots.studies._report import check_folder, require_extras
+from matroots._command import InputError, MissingExtraError, Parser, unique
+from matroots.studies._report import Report, check_folder, circumstances, require_extras, say, show, write
 
 WHO = "dash_optim"
+KEPT = "what was done is kept, up to the last checkpoint of each run; the same command goes on"
+"""What an interrupt leaves behind."""
 
 
 def parser(command: str, description: str, out: str) -> Parser:
@@ -34,6 +41,7 @@ def parser(command: str, description: str, out: str) -> Parser:
         metavar="PATH",
         help="text files, folders of them, or flat uint16 token files (default: the English text that ships with Python)",
     )
+    made.set_defaults(command=command)
     made.add_argument("--out", type=Path, default=Path(out), metavar="FOLDER", help="default: %(default)s")
     return made
 
@@ -48,7 +56,11 @@ def add_many(made: argparse.ArgumentParser, optimizers: Sequence[str]) -> None:
         help="types, or settings such as '{type: dash, p: 4, training.steps: 120}' (default: %(default)s)",
     )
     made.add_argument(
-        "--seeds", type=_command.seed, nargs="+", default=[0], help="of weights and data (default: 0)"
+        "--seeds",
+        type=_command.seed,
+        nargs="+",
+        default=(),
+        help="of weights and data (default: training.seed)",
     )
     made.add_argument(
         "--workers",
@@ -59,20 +71,19 @@ def add_many(made: argparse.ArgumentParser, optimizers: Sequence[str]) -> None:
 
 
 def guarded(work: Callable[[], object], kept: str) -> int:
-    """Do the work and return the exit code, as :func:`matroots._command.guarded` does; a checkpoint or file that cannot be written is the user's to mend."""
+    """Do the work and return the exit code, as :func:`matroots._command.guarded` does; a checkpoint or file that cannot be written is the user's to mend.
+
+    A termination signal is an interrupt like Ctrl-C, at any moment.
+    """
 
     def mended() -> None:
         try:
-            work()
+            with handling(signal.default_int_handler):
+                work()
         except (CheckpointError, OSError) as error:
             raise InputError(str(error)) from error
 
     return _command.guarded(mended, kept, WHO)
-
-
-def command_line(command: str, argv: Sequence[str]) -> str:
-    """Return the command as it was typed."""
-    return shlex.join(["python", "-m", WHO, command, *argv])
 
 
 def mapping_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -85,44 +96,75 @@ def mapping_of(options: argparse.Namespace) -> dict[str, Any]:
             merged = _merged(merged, _read(Path(text)))
         else:
             merged = override(merged, [text])
-    if options.data:
-        merged["data"] = {**(merged.get("data") or {}), "paths": options.data}
-    return merged
+    return assign(merged, "data.paths", options.data) if options.data else merged
 
 
-def contestants(texts: Sequence[str], mapping: Mapping[str, Any]) -> dict[str, Job]:
-    """Return a job for each optimizer of the command line, by name; options under ``optimizer`` in the settings hold for all.
+def contestants(
+    texts: Sequence[str], mapping: Mapping[str, Any], varied: tuple[str, Sequence[Any]] | None = None
+) -> dict[str, Job]:
+    """Return a job for each optimizer of the command line, and each value of a setting that is varied, by label; one that is named twice is there once.
 
-    A key with a point belongs to another section: ``{type: dash, training.steps: 120}``.
+    Args:
+        texts: types, or YAML mappings of options; a key with a point belongs to a section: ``{type: dash, training.steps: 120}``.
+        mapping: settings by section that hold for all, where a contestant does not say otherwise.
+        varied: a key and its values.
     """
-    import yaml
-
+    key, values = varied or ("", [None])
     found: dict[str, Job] = {}
     for text in texts:
-        try:
-            options = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise InputError(
-                f"--optimizers: expected a type or a YAML mapping such as '{{type: dash, p: 4}}', got {text!r}"
-            ) from error
-        if isinstance(options, str):
-            options = {"type": options}
-        if not isinstance(options, Mapping):
-            raise InputError(f"--optimizers: expected a type or a YAML mapping, got {text!r}")
-        own = {
-            f"optimizer.{key}" if "." not in str(key) else str(key): value for key, value in options.items()
-        }
-        merged = override(
-            mapping, [f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in own.items()]
-        )
-        job = read_job(merged)
-        rest = [
-            f"{key.rpartition('.')[2]}={value}"
-            for key, value in own.items()
-            if not key.startswith("optimizer.")
-        ]
-        found[", ".join([job.name, *rest])] = job
+        options = _contestant(text)
+        for value in values:
+            label, job = _labelled(mapping, {**options, **({key: value} if key else {})})
+            if found.setdefault(label, job) != job:
+                raise InputError(
+                    f"--optimizers: expected contestants with names that differ, got two {label!r}"
+                )
     return found
+
+
+def _contestant(text: str) -> Mapping[str, Any]:
+    """Return what a contestant sets, by key."""
+    import yaml
+
+    try:
+        options = yaml.safe_load(text)
+    except yaml.YAMLError:
+        options = None
+    if isinstance(options, str):
+        options = {"type": options}
+    if not isinstance(options, Mapping):
+        raise InputError(
+            f"--optimizers: expected a type or a YAML mapping such as '{{type: dash, p: 4}}', got {text!r}"
+        )
+    return {key if "." in str(key) else f"optimizer.{key}": value for key, value in options.items()}
+
+
+def _labelled(mapping: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, Job]:
+    """Return a job with values of its own, and its label: the optimizer with its options, and whatever else is its own."""
+    merged = dict(mapping)
+    for key, value in own.items():
+        if key == "training.seed":
+            raise InputError("--optimizers: training.seed is the same for all, by --seeds")
+        merged = assign(merged, key, value)
+    job = read_job(merged)
+    rest = [f"{key}={value}" for key, value in own.items() if section_of(key) != "optimizer"]
+    return ", ".join([job.name, *rest]), job
+
+
+def size_of(groups: Mapping[Any, Sequence[Outcome]]) -> str:
+    """Return how many parameters the model of a comparison has, from the smallest to the largest, in words."""
+    sizes = sorted({outcome.parameters for outcomes in groups.values() for outcome in outcomes})
+    return " to ".join(dict.fromkeys(f"{size / 1e6:.2g}M" for size in (sizes[0], sizes[-1])))
+
+
+def deliver(report: Report, options: argparse.Namespace, argv: Sequence[str], job: Job) -> None:
+    """Write a report with what a reader needs to repeat it, and show it; seeds and threads are those of a job where the command line names none."""
+    seeds = unique(options.seeds) or (job.training.seed,)
+    threads = job.training.threads or (1 if options.workers > 1 else torch.get_num_threads())
+    origin = circumstances(shlex.join(["python", "-m", WHO, options.command, *argv]), seeds[0], threads)
+    paths = write(report, options.out, {**origin, "seed": " ".join(map(str, seeds))})
+    show(report)
+    say(f"Wrote {len(paths)} files, see {paths[-1]}")
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -6,45 +6,43 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from dash_optim.training import _arguments
-from dash_optim.training.runs import run_all
-from dash_optim.training.sweep import by_point, grid_of, sweep_report
-from matroots._command import unique
-from matroots.studies._report import circumstances, say, show, write
+from dash_optim.training.runs import run_groups
+from dash_optim.training.sweep import grid_of, sweep_report
+from matroots._command import InputError, unique
 
 RATES = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name; return its exit code, see :func:`dash_optim.training._arguments.guarded`."""
-    return _arguments.guarded(lambda: _main(argv), "what was finished is kept; the same command goes on")
+    return _arguments.guarded(lambda: _main(argv), _arguments.KEPT)
 
 
 def _main(argv: Sequence[str]) -> None:
     parser = _arguments.parser(
         "sweep",
-        "Train with a grid of learning rates (and values of one more option) and seeds, and compare each optimizer at its own best.",
+        "Train with a grid of learning rates (and values of one more setting) and seeds, and compare each optimizer at its own best.",
         "dash-sweep",
     )
     _arguments.add_many(parser, ("adamw", "dash"))
     parser.add_argument("--lrs", type=_rate, nargs="+", default=RATES, help="default: %(default)s")
     parser.add_argument(
-        "--vary", type=_varied, metavar="OPTION=A,B,...", help="an option of the optimizer, e.g. p=2,4"
+        "--vary", type=_varied, metavar="KEY=A,B,...", help="another setting and its values, e.g. p=2,4"
     )
-    options = parser.parse_args(argv)
-    named = _arguments.contestants(options.optimizers, _arguments.mapping_of(options))
-    jobs = grid_of(list(named.values()), unique(options.lrs), unique(options.seeds), options.vary)
-    outcomes = run_all(jobs, options.out, workers=options.workers, quiet=True)
-    model = next(iter(outcomes.values()))
-    report = sweep_report(
-        by_point(jobs, outcomes), f"Learning rates on a model of {model.parameters / 1e6:.2g}M parameters"
+    options = parser.parse_intermixed_args(argv)
+    named = _arguments.contestants(options.optimizers, _arguments.mapping_of(options), options.vary)
+    for job in named.values():
+        if "lr" in job.optimizer:
+            raise InputError(f"optimizer.lr: is what a sweep varies, by --lrs; got {job.optimizer['lr']!r}")
+    points = run_groups(
+        grid_of(named, unique(options.lrs), unique(options.seeds)),
+        options.out,
+        workers=options.workers,
+        quiet=True,
     )
-    origin = circumstances(_arguments.command_line("sweep", argv), options.seeds[0], torch.get_num_threads())
-    paths = write(report, options.out, origin)
-    show(report)
-    say(f"Wrote {len(paths)} files, see {paths[-1]}")
+    report = sweep_report(points, f"Learning rates on a model of {_arguments.size_of(points)} parameters")
+    _arguments.deliver(report, options, argv, next(iter(named.values())))
 
 
 def _rate(text: str) -> float:
@@ -60,7 +58,11 @@ def _rate(text: str) -> float:
 def _varied(text: str) -> tuple[str, list[Any]]:
     import yaml
 
-    name, sign, values = text.partition("=")
-    if not sign or not name or not values:
-        raise argparse.ArgumentTypeError(f"expected OPTION=A,B,... such as p=2,4, got {text!r}")
-    return name, [yaml.safe_load(value) for value in values.split(",")]
+    name, _, values = text.partition("=")
+    try:
+        listed = yaml.safe_load(f"[{values}]")
+    except yaml.YAMLError:
+        listed = None
+    if not name or not listed:
+        raise argparse.ArgumentTypeError(f"expected KEY=A,B,... such as p=2,4, got {text!r}")
+    return name, listed

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Sequence
 
 from dash_optim.training import _arguments
-from dash_optim.training.data import load_corpus
-from dash_optim.training.loop import PARTS, Outcome, train
+from dash_optim.training.loop import corpus_of, train
+from dash_optim.training.outcome import PARTS, Outcome, perplexity
 from dash_optim.training.settings import read_job
 from matroots.studies._report import fixed, say
 
@@ -17,7 +16,7 @@ _NOTES = 8  # on what was left out of the text, as many as are shown
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name; return its exit code, see :func:`dash_optim.training._arguments.guarded`."""
-    return _arguments.guarded(lambda: _main(argv), "there is a checkpoint; the same command goes on from it")
+    return _arguments.guarded(lambda: _main(argv), _arguments.KEPT)
 
 
 def _main(argv: Sequence[str]) -> None:
@@ -26,19 +25,19 @@ def _main(argv: Sequence[str]) -> None:
         "Train a language model and leave metrics, checkpoints and a summary in a folder. The same command goes on where a run was stopped.",
         "dash-train",
     )
-    parser.add_argument("--fresh", action="store_true", help="throw away what is in the folder")
-    options = parser.parse_args(argv)
+    parser.add_argument(
+        "--fresh", action="store_true", help="throw away what a run has left in the folder, and start over"
+    )
+    options = parser.parse_intermixed_args(argv)
     job = read_job(_arguments.mapping_of(options))
-    if options.fresh and (options.out / "job.json").exists():
-        shutil.rmtree(options.out)
-    corpus = load_corpus(job.data.paths or None, held_out=job.data.held_out, vocab=job.data.vocab)
+    corpus = corpus_of(job.data)
     say(f"{corpus.name}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out")
     for note in corpus.notes[:_NOTES]:
         say(f"  {note}")
     if len(corpus.notes) > _NOTES:
         say(f"  and {len(corpus.notes) - _NOTES} more notes of this kind")
     try:
-        outcome = train(job, options.out, corpus=corpus)
+        outcome = train(job, options.out, fresh=options.fresh, corpus=corpus)
     except KeyboardInterrupt:
         so_far = Outcome.read(options.out)
         if so_far is not None:
@@ -50,12 +49,14 @@ def _main(argv: Sequence[str]) -> None:
 
 def summary(outcome: Outcome) -> str:
     """Return what came of a run, a line for each thing."""
-    state = "diverged" if outcome.diverged else "finished" if outcome.finished else "stopped"
+    state = (
+        f"given up: {outcome.reason}" if outcome.diverged else "finished" if outcome.finished else "stopped"
+    )
     lines = {
         "optimizer": outcome.name,
         "parameters": f"{outcome.parameters:,}",
         "steps": f"{outcome.step} of {outcome.steps}, {state}",
-        "held-out loss": f"{outcome.loss:.4f} nats per token, perplexity {outcome.perplexity:.3f}",
+        "held-out loss": f"{outcome.loss:.4f} nats per token, perplexity {perplexity(outcome.loss):.3f}",
         "training": f"{fixed(outcome.seconds)} s, {outcome.tokens_per_second:,.0f} tokens/s",
         "a step": ", ".join(f"{part} {fixed(outcome.ms[part])} ms" for part in PARTS),
         "state": f"{fixed(outcome.optimizer_bytes / 2**20)} MB",

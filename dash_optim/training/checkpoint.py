@@ -118,6 +118,13 @@ def latest(folder: Path, *, map_location: Any = "cpu") -> tuple[int, dict[str, A
     return None
 
 
+def clear(folder: Path) -> None:
+    """Remove all checkpoints and the index; to be called by the process that holds the folder."""
+    (folder / INDEX).unlink(missing_ok=True)  # first: without it no checkpoint is missed
+    for step in _steps(folder):
+        (folder / _name(step)).unlink()
+
+
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
     """Hold a folder, made if it is not there, for this process; a process that is killed lets go of it.

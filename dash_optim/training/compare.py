@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dash_optim.training.loop import PARTS, Outcome
+from dash_optim.training.outcome import PARTS, Outcome, perplexity
 from matroots.studies._plots import PALETTE, grid, name_axes
 from matroots.studies._report import Plot, Report, Table, fixed
 
@@ -24,7 +24,7 @@ def comparison(groups: Groups, title: str) -> Report:
     best = min(groups, key=lambda name: mean_loss(groups[name]))
     summary = (
         f"The lowest loss on the held-out text is that of {best}: {mean_loss(groups[best]):.3f} nats per token"
-        f" (perplexity {np.exp(mean_loss(groups[best])):.2f})."
+        f" (perplexity {perplexity(mean_loss(groups[best])):.2f})."
     )
     caption = (
         "Loss on held-out text against steps and against seconds of training (forward, backward, optimizer; validation and checkpoints not counted)."
@@ -62,8 +62,12 @@ def loss_curves(groups: Groups, title: str) -> Figure:
 
 
 def draw_curve(axes: Axes, outcomes: Sequence[Outcome], column: int, colour: str, label: str) -> None:
-    """Draw the mean over seeds, and the band between lowest and highest where there are several; ``column`` is 0 for steps, 1 for seconds."""
-    curves = [np.array(outcome.curve) for outcome in outcomes if outcome.curve]
+    """Draw the mean over seeds, and the band between lowest and highest where there are several; ``column`` is 0 for steps, 1 for seconds.
+
+    Of runs that were given up there is no whole curve: they count only where there are no others.
+    """
+    whole = [outcome for outcome in outcomes if not outcome.diverged] or outcomes
+    curves = [np.array(outcome.curve) for outcome in whole if outcome.curve]
     if not curves:
         return
     length = min(len(curve) for curve in curves)
@@ -96,7 +100,7 @@ def _losses(groups: Groups) -> Table:
                 str(outcomes[0].steps),
                 each,
                 fixed(mean, 3),
-                fixed(float(np.exp(mean)), 2),
+                fixed(perplexity(mean), 2),
                 fixed(float(np.std(losses, ddof=1)), 3) if len(losses) > 1 else "-",
                 fixed(float(np.mean(roots)), 3) if roots else "-",
             )
@@ -140,7 +144,7 @@ def _rows(name: str, outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
 
 def _notes(groups: Groups) -> list[str]:
     return [
-        f"{name}, seed {outcome.seed}: gave up at step {outcome.step}, the loss was not finite any more."
+        f"{name}, seed {outcome.seed}: given up at step {outcome.step}: {outcome.reason}."
         for name, outcomes in groups.items()
         for outcome in outcomes
         if outcome.diverged

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dash_optim.training._files import make_folder, replacement, sweep
-from matroots._command import MissingExtraError
+from matroots._command import InputError, MissingExtraError
 
 JSONL: Final = "metrics.jsonl"
 CSV: Final = "metrics.csv"
@@ -45,11 +45,11 @@ class MetricsWriter:
         Raises:
             FileExistsError: if there are records and ``resume_step`` is None.
             MissingExtraError: if TensorBoard is wanted and not installed.
-            ValueError: if the file has a line, other than the last, that is no record; it is left as it is.
+            InputError: (a ``ValueError``) if the file has a line, other than the last, that is no record; it is left as it is.
         """
         if resume_step is not None and (isinstance(resume_step, bool) or not isinstance(resume_step, int)):
             raise TypeError(f"resume_step: expected an int or None, got {type(resume_step).__name__}")
-        summary_writer = _summary_writer() if tensorboard else None
+        board = summary_writer() if tensorboard else None
         path = folder / JSONL
         there = path.stat().st_size if path.exists() else 0
         if resume_step is None and there:
@@ -65,7 +65,7 @@ class MetricsWriter:
             with replacement(folder / CSV) as stream:
                 stream.write(_csv(rows))
         self._folder, self._step = folder, resume_step
-        self._board = summary_writer and summary_writer(
+        self._board = board and board(
             str(folder / TENSORBOARD), purge_step=None if resume_step is None else resume_step + 1
         )
         self._stream = path.open("ab", buffering=0)
@@ -125,7 +125,7 @@ def read(folder: Path) -> list[Row]:
 
     Raises:
         FileNotFoundError: if there is no ``metrics.jsonl``.
-        ValueError: for a line, other than such a last one, that is no record; it is named.
+        InputError: (a ``ValueError``) for a line, other than such a last one, that is no record; it is named.
     """
     path = folder / JSONL
     *lines, last = path.read_bytes().split(b"\n")
@@ -137,15 +137,14 @@ def read(folder: Path) -> list[Row]:
 
 
 def _row(line: bytes, where: str) -> Row:
-    """Return the record of a line; raise ``ValueError`` if it holds none."""
+    """Return the record of a line; raise :class:`InputError` if it holds none."""
     try:
         row = json.loads(line, parse_constant=_no_constant)
         _check(row)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{where}: expected a record, got {line[:80]!r} ({error})") from None
-    return {
-        name: _SPECIAL.get(value, value) if isinstance(value, str) else value for name, value in row.items()
-    }
+        raise InputError(f"{where}: expected a record, got {line[:80]!r} ({error})") from None
+    found: Row = decoded(row)
+    return found
 
 
 def _no_constant(name: str) -> None:
@@ -158,8 +157,7 @@ def _line(record: Mapping[str, Any]) -> bytes:
     for name, value in record.items():
         if value in _SPECIAL:
             raise ValueError(f"record[{name!r}]: {value!r} stands for a number in the file: give the float")
-    content = {name: _encoded(value) for name, value in record.items()}
-    return json.dumps(content, allow_nan=False).encode() + b"\n"
+    return json.dumps(encoded(record), allow_nan=False).encode() + b"\n"
 
 
 def _check(record: Any) -> None:
@@ -178,10 +176,24 @@ def _check(record: Any) -> None:
         raise TypeError(f"record['step']: expected an int, got {step!r}")
 
 
-def _encoded(value: Any) -> Any:
+def encoded(value: Any) -> Any:
+    """Return a value, or lists and mappings of them, as JSON takes it: NaN and infinities as strings."""
+    if isinstance(value, Mapping):
+        return {name: encoded(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [encoded(part) for part in value]
     if not isinstance(value, float) or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def decoded(value: Any) -> Any:
+    """Return what :func:`encoded` was given, with lists for tuples."""
+    if isinstance(value, dict):
+        return {name: decoded(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [decoded(part) for part in value]
+    return _SPECIAL.get(value, value) if isinstance(value, str) else value
 
 
 def _until(step: int, rows: Iterable[Row]) -> list[Row]:
@@ -207,10 +219,11 @@ def _csv(rows: list[Row]) -> bytes:
 
 def _cell(value: Any) -> Any:
     """Return what the csv module writes as one cell: it leaves a carriage return without quotes, and readers end the line there."""
-    return value.replace("\r\n", "\n").replace("\r", "\n") if isinstance(value, str) else _encoded(value)
+    return value.replace("\r\n", "\n").replace("\r", "\n") if isinstance(value, str) else encoded(value)
 
 
-def _summary_writer() -> Any:
+def summary_writer() -> Any:
+    """Return TensorBoard's class; raise :class:`MissingExtraError` if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

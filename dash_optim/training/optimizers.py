@@ -6,15 +6,18 @@ the same rate. The others take everything. Vectors have no weight decay anywhere
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dash_optim.config import OPTIMIZERS, from_config
 from dash_optim.dash import DASH
 from dash_optim.routing import param_groups
+from dash_optim.training.model import Architecture, Llama
 from matroots._command import InputError, MissingExtraError
 
 USUAL: Final[dict[str, dict[str, Any]]] = {
@@ -51,20 +54,16 @@ class Optimizers:
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
-        options = {**USUAL.get(str(options.get("type")), {}), **options}
         kind = options["type"]
-        if kind not in OPTIMIZERS:
+        if not isinstance(kind, str) or kind not in OPTIMIZERS:
             raise InputError(f"optimizer.type: expected one of {sorted(OPTIMIZERS)}, got {kind!r}")
-        options.setdefault("lr", RATES[kind])
+        options = {"lr": RATES[kind], **USUAL[kind], **options}
         routing, overrides = options.pop("routing", "auto"), options.pop("overrides", None)
         if routing not in ("auto", "all"):
             raise InputError(f"optimizer.routing: expected 'auto' or 'all', got {routing!r}")
-        try:
+        with _about_options():
             self.each = _build(model, options, routing == "all", overrides)
-        except ImportError as error:
-            raise MissingExtraError(str(error)) from error
-        except (TypeError, ValueError) as error:
-            raise InputError(str(error)) from error
+        self._peaks = [[float(group["lr"]) for group in one.param_groups] for one in self.each]
         self.peak = float(options["lr"])
 
     @property
@@ -73,10 +72,10 @@ class Optimizers:
         return next((one for one in self.each if isinstance(one, DASH)), None)
 
     def set_rate(self, factor: float) -> float:
-        """Set the rate of all groups to this multiple of the peak, and return it."""
-        for one in self.each:
-            for group in one.param_groups:
-                group["lr"] = self.peak * factor
+        """Set the rate of each group to this multiple of its peak; return that of the groups that have none of their own."""
+        for one, peaks in zip(self.each, self._peaks, strict=True):
+            for group, peak in zip(one.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
         return self.peak * factor
 
     def zero_grad(self) -> None:
@@ -102,6 +101,34 @@ class Optimizers:
     def bytes(self) -> int:
         """The memory of their state."""
         return sum(_size(own) for one in self.each for own in one.state.values())
+
+
+def try_options(options: Mapping[str, Any], device: torch.device) -> None:
+    """Take a step with a model of a few numbers: at some options torch's optimizers look only then.
+
+    Raises:
+        InputError: for options with which there is no step.
+        MissingExtraError: for an optimizer of a package that is not installed.
+    """
+    shape = Architecture(width=4, layers=1, heads=2, hidden=4, context=2, vocab=4)
+    model = Llama(shape).to(device)
+    optimizers = Optimizers(model, options)
+    model.loss(torch.zeros(1, 3, dtype=torch.int64, device=device)).backward()
+    with _about_options():
+        optimizers.step()
+
+
+@contextmanager
+def _about_options() -> Iterator[None]:
+    """Make what optimizers raise, who raise what they like for a wrong option, an error of one line that says so."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(str(error)) from error
+    except Exception as error:
+        message = " ".join(str(error).split())
+        named = message.startswith(("optimizer.", "overrides:"))
+        raise InputError(message if named else f"optimizer: {message}") from error
 
 
 def _build(

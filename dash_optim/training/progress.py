@@ -21,22 +21,25 @@ class Progress:
         self._validated = ""
 
     def __enter__(self) -> Progress:
+        if self._quiet or not sys.stderr.isatty():
+            return self
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
+        from rich.table import Column
 
-        console = Console(stderr=True)
-        if not self._quiet and console.is_terminal:
-            self._bar = Bar(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeRemainingColumn(),
-                console=console,
-            )
-            self._task = self._bar.add_task(self._name, total=self._steps, completed=self._start, numbers="")
-            self._bar.start()
+        shrinking = Column(ratio=1, no_wrap=True)  # for what matters more on a narrow terminal
+        self._bar = Bar(
+            TextColumn("{task.description}", markup=False, table_column=shrinking),
+            BarColumn(bar_width=10),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            expand=True,
+        )
+        self._task = self._bar.add_task(self._name, total=self._steps, completed=self._start, numbers="")
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,12 +52,12 @@ class Progress:
             return
         if "validation_loss" in record:
             self._validated = f", held out {record['validation_loss']:.3f}"
-        numbers = (
-            f"loss {record['loss']:.3f}{self._validated}, {record['tokens_per_second']:,.0f} tokens/s,"
-            f" optimizer {record['optimizer_ms']:.0f} ms"
-        )
+        numbers = f"loss {record['loss']:.3f}{self._validated}, {record['tokens_per_second']:,.0f} tokens/s"
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=record["step"], numbers=numbers)
         elif "validation_loss" in record:
-            sys.stderr.write(f"{self._name}: step {record['step']:.0f} of {self._steps}: {numbers}\n")
+            sys.stderr.write(
+                f"{self._name}: step {record['step']:.0f} of {self._steps}: {numbers},"
+                f" optimizer {record['optimizer_ms']:.0f} ms\n"
+            )
             sys.stderr.flush()

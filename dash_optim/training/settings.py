@@ -6,6 +6,7 @@ nearest that is known. What ``optimizer`` may hold is what its ``type`` takes (:
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 from collections.abc import Iterable, Mapping
@@ -101,13 +102,15 @@ class Training:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if self.device == "auto":
             return accelerator or torch.device("cpu")
+        there = ["cpu", *([accelerator.type] if accelerator else [])]
         try:
             device = torch.device(self.device)
+            if device.type not in there:
+                raise RuntimeError(f"nothing can be computed on {device}")
             torch.empty(0, device=device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            found = f"cpu, {accelerator}" if accelerator else "cpu"
+        except RuntimeError as error:
             raise InputError(
-                f"training.device: expected a device that this machine has ({found}), got {self.device!r}"
+                f"training.device: expected a device that this machine has ({', '.join(there)}), got {self.device!r}"
             ) from error
         return device
 
@@ -118,9 +121,9 @@ class Logging:
 
     Attributes:
         validate_every: steps between looks at the held-out text.
-        validation_windows: how many windows of it are looked at then; the last look takes all.
+        validation_windows: how many windows of it are looked at then; the last look takes all, at most 4096.
         checkpoint_every: steps between checkpoints.
-        diagnostics: whether each validation also writes down the state of every block (``diagnostics.jsonl``, DASH only).
+        diagnostics: whether the metrics of each validation also have DASH's own numbers.
         tensorboard: whether metrics go there too.
     """
 
@@ -165,6 +168,15 @@ class Job:
         return read_job(merged)
 
 
+_SECTIONS: Final[dict[str, Any]] = {
+    "model": Model,
+    "data": Data,
+    "schedule": Schedule,
+    "training": Training,
+    "logging": Logging,
+}
+"""The sections with keys of their own; what ``optimizer`` holds depends on its type."""
+
 FREE: Final = ("training.device", "training.threads", "logging")
 """What may differ when a run is resumed: it does not change what is computed (threads may change the last bits)."""
 
@@ -175,61 +187,72 @@ def read_job(mapping: Mapping[str, Any]) -> Job:
     Raises:
         InputError: for an unknown section or key, with the nearest that is known, or a value that a key cannot have.
     """
-    kinds: dict[str, Any] = {
-        "model": Model,
-        "data": Data,
-        "schedule": Schedule,
-        "training": Training,
-        "logging": Logging,
+    _refuse_unknown(mapping, [*_SECTIONS, "optimizer"], "", "section")
+    found: dict[str, Any] = {
+        name: _section(kind, name, _filled(mapping.get(name))) for name, kind in _SECTIONS.items()
     }
-    _refuse_unknown(mapping, [*kinds, "optimizer"], "", "section")
-    found: dict[str, Any] = {}
-    for name, kind in kinds.items():
-        found[name] = _section(kind, name, mapping.get(name) or {})
-    options = mapping.get("optimizer") or {}
+    options = _filled(mapping.get("optimizer"))
     if not isinstance(options, Mapping):
         options = {"type": options}
-    found["optimizer"] = {
-        "type": "dash",
-        **{str(key): _listed(as_number(value)) for key, value in options.items()},
-    }
-    job = Job(**found)
+    options = {str(key): _plain(as_number(value)) for key, value in options.items()}
+    for key, value in _flat(options, "optimizer."):
+        _refuse_other_kinds(key, value)
+    job = Job(optimizer={"type": "dash", **options}, **found)
     job.model.architecture()
     return job
 
 
 def override(mapping: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """Return a mapping of sections with ``section.key=value`` put in; the section may be left out where only one has the key.
+    """Return a mapping of sections with ``section.key=value`` put in, see :func:`assign`; values are read as YAML.
 
-    Values are read as YAML: ``training.steps=100``, ``optimizer.grafting={type: adam, eps: 1e-6}``.
+    ``training.steps=100``, ``optimizer.grafting={type: adam, eps: 1e-6}``
     """
     import yaml
 
-    merged: dict[str, Any] = {
-        name: dict(values) if isinstance(values, Mapping) else values for name, values in mapping.items()
-    }
+    merged = dict(mapping)
     for assignment in assignments:
         key, sign, text = assignment.partition("=")
         if not sign or not key:
-            raise InputError(f"expected section.key=value such as training.steps=100, got {assignment!r}")
+            raise InputError(
+                f"expected section.key=value such as training.steps=100, or a YAML file, got {assignment!r}"
+            )
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise InputError(f"{key}: expected a YAML value, got {text!r}") from error
-        section, *path = key.split(".") if "." in key else (_section_of(key), key)
-        place = merged.setdefault(section, {})
-        for part in path[:-1]:
-            place = place.setdefault(part, {}) if isinstance(place, dict) else None
-        if not isinstance(place, dict) or not path:
-            raise InputError(f"{key}: expected section.key=value, and {section} is no mapping of values")
-        place[path[-1]] = value
+        merged = assign(merged, key, value)
     return merged
 
 
-def _section_of(key: str) -> str:
-    """Return the only section that has a key; the optimizer's if none has, whose options are its own affair."""
-    kinds = {"model": Model, "data": Data, "schedule": Schedule, "training": Training, "logging": Logging}
-    having = [name for name, kind in kinds.items() if key in {f.name for f in fields(kind)}]
+def assign(mapping: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """Return a mapping of sections with a value put in for ``section.key``.
+
+    The section may be left out where only one has the key, an option that none has is the optimizer's; ``optimizer`` alone is its type.
+    """
+    merged = copy.deepcopy(dict(mapping))
+    section = section_of(key)
+    if key == section:
+        return {**merged, key: value}
+    path = key.split(".")[1:] or [key]
+    if section == "optimizer" and isinstance(merged.get(section), str):
+        merged[section] = {"type": merged[section]}
+    place: Any = merged
+    for part in (section, *path[:-1]):
+        if place.get(part) is None:
+            place[part] = {}
+        place = place[part]
+        if not isinstance(place, dict):
+            raise InputError(f"{key}: expected section.key=value, and {part} is no mapping of values")
+    place[path[-1]] = value
+    return merged
+
+
+def section_of(key: str) -> str:
+    """Return the section that a key names, or else the only one that has it; the optimizer's if none has, whose options are its own affair."""
+    named = key.partition(".")[0]
+    if "." in key or named == "optimizer" or named in _SECTIONS:
+        return named
+    having = [name for name, kind in _SECTIONS.items() if key in {f.name for f in fields(kind)}]
     if len(having) > 1:
         raise InputError(f"{key}: which one is meant, {' or '.join(f'{name}.{key}' for name in having)}?")
     return having[0] if having else "optimizer"
@@ -287,7 +310,7 @@ def _typed(where: str, value: Any, hint: Any) -> Any:
             if math.isfinite(value):
                 return float(value)
             continue
-        if kind is int and isinstance(value, float) and value == int(value):
+        if kind is int and isinstance(value, float) and value.is_integer():
             return int(value)
         if isinstance(kind, type) and type(value) is kind:
             return value
@@ -318,6 +341,15 @@ def _refuse_unknown(values: Mapping[Any, Any], known: list[str], where: str, wha
             raise InputError(f"{where}{key}: no such {what}; {hint}")
 
 
+def _refuse_other_kinds(where: str, value: Any) -> None:
+    """Raise for what YAML knows and JSON does not: dates, bytes, sets."""
+    for part in value if isinstance(value, list) else [value]:
+        if not isinstance(part, (str, int, float, list, Mapping, type(None))):
+            raise InputError(
+                f"{where}: expected numbers, strings, true, false, null, or lists and mappings of them, got {part!r}"
+            )
+
+
 def _at_least(where: str, value: float, least: int) -> None:
     if not value >= least:
         raise InputError(f"{where}: expected a number >= {least}, got {value}")
@@ -331,6 +363,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _listed(value: Any) -> Any:
-    """Return tuples as lists, as YAML and JSON have them."""
-    return _plain(value)
+def _filled(section: Any) -> Any:
+    """Return a section; nothing where a YAML file has its name alone."""
+    return {} if section is None else section

@@ -1,16 +1,15 @@
-"""A grid of learning rates (and one more value) by seeds, for several optimizers, each judged at its own best."""
+"""A grid of learning rates by seeds, for several contestants, each judged at its own best."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dash_optim.training.compare import mean_loss, plain_log_ticks
-from dash_optim.training.loop import Outcome
-from dash_optim.training.runs import folder_name
+from dash_optim.training.outcome import Outcome
+from dash_optim.training.runs import by_seed
 from dash_optim.training.settings import Job
 from matroots.studies._plots import PALETTE, grid, name_axes
 from matroots.studies._report import Plot, Report, Table, fixed
@@ -19,48 +18,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Point = tuple[str, float]
-"""A contestant (its optimizer without the rate), and a learning rate."""
+"""A contestant, and its learning rate."""
 
 
 def grid_of(
-    jobs: Sequence[Job],
-    rates: Sequence[float],
-    seeds: Sequence[int],
-    varied: tuple[str, Sequence[Any]] | None = None,
-) -> dict[str, Job]:
-    """Return the jobs of a sweep by the name of their folder.
+    named: Mapping[str, Job], rates: Sequence[float], seeds: Sequence[int]
+) -> dict[Point, dict[str, Job]]:
+    """Return the jobs of a sweep, one for each seed (its own if there are none), by the name of their folder, at each point.
 
     Args:
-        jobs: one for each optimizer.
+        named: a job for each contestant.
         rates: peak learning rates.
         seeds: of weights and data.
-        varied: another option of the optimizer, and its values.
     """
-    key, values = varied or ("", [None])
-    found = {}
-    for job in jobs:
-        for value in values:
-            options = {**job.optimizer, **({key: value} if key else {})}
-            for rate in rates:
-                for seed in seeds:
-                    one = job.with_values(optimizer={**options, "lr": rate}, training={"seed": seed})
-                    found[folder_name(one)] = one
-    return found
-
-
-def by_point(jobs: Mapping[str, Job], outcomes: Mapping[str, Outcome]) -> dict[Point, list[Outcome]]:
-    """Return the outcomes of all seeds of each contestant and rate."""
-    found: dict[Point, list[Outcome]] = defaultdict(list)
-    for name, job in jobs.items():
-        rate = float(job.optimizer["lr"])
-        found[contestant(job), rate].append(outcomes[name])
-    return dict(found)
-
-
-def contestant(job: Job) -> str:
-    """Return the name of a job's optimizer, its learning rate left out."""
-    options = {key: value for key, value in job.optimizer.items() if key != "lr"}
-    return Job(optimizer=options).name
+    return {
+        (name, rate): by_seed(f"{name}, lr={rate!r}", job.with_values(optimizer={"lr": rate}), seeds)
+        for name, job in named.items()
+        for rate in rates
+    }
 
 
 def best_rates(points: Mapping[Point, Sequence[Outcome]]) -> dict[str, float]:

@@ -84,24 +84,29 @@ def show(report: Report) -> None:
     """Print the summary, the short tables and the notes of a report to stdout."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table as RichTable
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
-    console.rule(report.title, style="dim")
+    console.rule(escape(report.title), style="dim")
     console.print(report.summary, markup=False)
     for table in report.tables:
         if not table.on_terminal:
             continue
         rich_table = RichTable(
-            title=table.title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+            title=escape(table.title),
+            title_justify="left",
+            title_style="bold",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
         )
         for index, column in enumerate(table.columns):
             is_text = index == 0 or not any(_is_number(row[index]) for row in table.rows)
-            rich_table.add_column(column, justify="left" if is_text else "right")
+            rich_table.add_column(escape(column), justify="left" if is_text else "right")
         for row in table.rows:
-            rich_table.add_row(*row)
+            rich_table.add_row(*map(escape, row))
         console.print(rich_table)
     for note in report.notes:
         console.print(f"Note: {note}", markup=False, style="dim")

@@ -1,0 +1,246 @@
+"""One run: the model, the optimizers and whatever else changes while a job is done, and the steps that change it.
+
+The batch of a step depends on the seed and the step alone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from dash_optim.dash import PreconditionerError
+from dash_optim.gradients import NonfiniteGradientError
+from dash_optim.training.data import Corpus
+from dash_optim.training.model import Llama
+from dash_optim.training.optimizers import Optimizers
+from dash_optim.training.outcome import PARTS, Outcome
+from dash_optim.training.settings import Job, differences
+from matroots._command import InputError
+
+LAST_LOOK: Final = 4096
+"""The most held-out windows that the last validation takes."""
+PATIENCE: Final = 10
+"""Steps in a row without a finite loss after which a run is given up."""
+
+
+@dataclass
+class Run:
+    """A job on its way: everything that changes, and is kept in checkpoints."""
+
+    job: Job
+    corpus: Corpus
+    device: torch.device
+    model: Llama = field(init=False)
+    optimizers: Optimizers = field(init=False)
+    step: int = 0
+    seconds: float = 0.0
+    bad: int = 0  # losses in a row that were not finite
+    refused: str = ""  # by the optimizer, and why
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    def __post_init__(self) -> None:
+        """Raise :class:`InputError` for whatever of the job cannot be: before anything is written."""
+        shape = self.job.model.architecture(self.corpus.vocab)
+        if shape.vocab < self.corpus.vocab:
+            raise InputError(
+                f"model.vocab: expected at least the data's {self.corpus.vocab}, got {shape.vocab}"
+            )
+        self.corpus.batch(1, batch=1, context=shape.context, seed=self.job.training.seed)
+        self.corpus.validation(context=shape.context, most=1)
+        self.model = Llama(shape, self.job.training.seed).to(self.device)
+        self.optimizers = Optimizers(self.model, self.job.optimizer)
+        self._loss = torch.compile(self.model.loss) if self.job.training.compile else self.model.loss
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {
+            "job": self.job.plain(),
+            "data": self.corpus.fingerprint,
+            "model": self.model.state_dict(),
+            "optimizers": self.optimizers.state_dict(),
+            "random": torch.get_rng_state(),
+            "seconds": self.seconds,
+            "bad": self.bad,
+            "refused": self.refused,
+            "curve": self.curve,
+            "spent": self.spent,
+        }
+
+    def load(self, step: int, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint; raise :class:`InputError` if it is that of another job or of other data."""
+        refuse_other(state["job"], self.job)
+        if state["data"] != self.corpus.fingerprint:
+            raise other_data(self.corpus)
+        self.model.load_state_dict(state["model"])
+        self.optimizers.load_state_dict(state["optimizers"])
+        torch.set_rng_state(state["random"].cpu())
+        self.step, self.seconds, self.bad = step, state["seconds"], state["bad"]
+        self.refused = state.get("refused", "")
+        self.curve = [tuple(point) for point in state["curve"]]
+        self.spent = state["spent"]
+
+    def take_step(self) -> dict[str, float]:
+        """Take the next step and return its metrics."""
+        training = self.job.training
+        self.step += 1
+        rate = self.optimizers.set_rate(self.job.schedule.factor(self.step, training.steps))
+        windows = self._batch(self.step, training.batch * training.accumulate)
+        started = self._clock()
+        spent = dict.fromkeys(PARTS, 0.0)
+        self.optimizers.zero_grad()
+        total = torch.zeros((), device=self.device)
+        for part in windows.split(training.batch):
+            with timed(spent, "forward", self._clock), self._autocast():
+                loss = self._loss(part) / training.accumulate
+            with timed(spent, "backward", self._clock):
+                loss.backward()
+            total += loss.detach()
+        norm = self._clip()
+        with timed(spent, "optimizer", self._clock):
+            self._optimize()
+        took = self._clock() - started
+        self.seconds += took
+        self.spent = {name: self.spent[name] + spent[name] for name in PARTS}
+        value = total.item()
+        self.bad = 0 if math.isfinite(value) else self.bad + 1
+        return {
+            "step": self.step,
+            "loss": value,
+            "rate": rate,
+            "gradient_norm": norm.item(),
+            "seconds": self.seconds,
+            "tokens_per_second": windows[:, 1:].numel() / took,
+            **{f"{name}_ms": 1e3 * value for name, value in spent.items()},
+        }
+
+    @property
+    def given_up(self) -> str:
+        """Why there is no sense in going on; empty if there is."""
+        if self.refused:
+            return self.refused
+        if self.bad >= PATIENCE:
+            return f"no finite loss in {PATIENCE} steps"
+        if self.step == self.job.training.steps and not math.isfinite(self.curve[-1][2]):
+            return "the last loss is not finite"
+        return ""
+
+    @torch.no_grad()
+    def validate(self, most: int) -> float:
+        """Return the mean loss on at most so many held-out windows, spread over all of the part."""
+        windows = self.corpus.validation(context=self.model.shape.context, most=most).to(self.device)
+        total = 0.0
+        for part in windows.split(self.job.training.batch):
+            with self._autocast():
+                total += self._loss(part).item() * len(part)
+        return total / len(windows)
+
+    def look(self) -> dict[str, float]:
+        """Validate, put the point on the curve, and return its metrics."""
+        last = self.step == self.job.training.steps
+        loss = self.validate(LAST_LOOK if last else self.job.logging.validation_windows)
+        self.curve.append((self.step, self.seconds, loss))
+        return {"validation_loss": loss, **(self._diagnostics() if self.job.logging.diagnostics else {})}
+
+    def _diagnostics(self) -> dict[str, float]:
+        """Return DASH's numbers, and the median grafting coefficient of each parameter's blocks."""
+        dash = self.optimizers.dash
+        if dash is None:
+            return {}
+        found = dash.diagnostics()
+        by_parameter: dict[str, list[float]] = defaultdict(list)
+        for block in found.blocks:
+            by_parameter[block.parameter].append(block.grafting)
+        medians = {f"grafting/{name}": statistics.median(values) for name, values in by_parameter.items()}
+        return {**found.scalars(), **medians}
+
+    def outcome(self) -> Outcome:
+        """Return what has come of it so far."""
+        training = self.job.training
+        reason = self.given_up
+        at_end = self.step == training.steps and not reason
+        tokens = self.step * training.batch * training.accumulate * self.model.shape.context
+        return Outcome(
+            name=self.job.name,
+            seed=training.seed,
+            parameters=sum(param.numel() for param in self.model.parameters()),
+            step=self.step,
+            steps=training.steps,
+            loss=self.curve[-1][2] if at_end else math.nan,
+            curve=self.curve,
+            seconds=self.seconds,
+            tokens_per_second=tokens / self.seconds if self.seconds else math.nan,
+            ms={name: 1e3 * total / max(self.step, 1) for name, total in self.spent.items()},
+            optimizer_bytes=self.optimizers.bytes,
+            roots=self._roots(),
+            diverged=bool(reason),
+            reason=reason,
+            data=self.corpus.fingerprint,
+        )
+
+    def _roots(self) -> float | None:
+        dash = self.optimizers.dash
+        if dash is None or not self.step:
+            return None
+        factors = [factor for block in dash.diagnostics().blocks for factor in block.factors]
+        return sum(factor.refreshes for factor in factors) / (len(factors) * self.step) if factors else None
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients, and return their norm before."""
+        limit = self.job.training.clip
+        if limit:
+            return nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        return nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+
+    def _optimize(self) -> None:
+        """Let the optimizers take their step; one that refuses to go on ends this run, not those after it."""
+        try:
+            self.optimizers.step()
+        except (PreconditionerError, NonfiniteGradientError) as error:
+            self.refused = " ".join(str(error).split())
+
+    def _batch(self, step: int, count: int) -> Tensor:
+        training = self.job.training
+        windows = self.corpus.batch(step, batch=count, context=self.model.shape.context, seed=training.seed)
+        return windows.to(self.device, non_blocking=True)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.job.training.precision == "bfloat16"
+        )
+
+    def _clock(self) -> float:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+        return time.perf_counter()
+
+
+def refuse_other(old: dict[str, Any], job: Job) -> None:
+    """Raise :class:`InputError` if the settings of a run are those of another job."""
+    changed = differences(old, job.plain())
+    if changed:
+        raise InputError(
+            f"--out: this folder holds a run with other settings ({'; '.join(changed)}); give the same, or another folder"
+        )
+
+
+def other_data(corpus: Corpus) -> InputError:
+    """Return the error for data that are not those of a run."""
+    return InputError(f"data: {corpus.name} is not what the run was started on, or has changed")
+
+
+@contextmanager
+def timed(spent: dict[str, float], name: str, clock: Callable[[], float]) -> Iterator[None]:
+    """Add the seconds that the body takes."""
+    started = clock()
+    yield
+    spent[name] += clock() - started
