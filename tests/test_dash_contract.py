@@ -35,6 +35,7 @@ from dash_optim import DASH, PreconditionerError, from_config, grafting, param_g
 from matroots import NewtonDB, Status, inv_root_ex, lambda_bound
 
 OPTIONS: dict[str, Any] = {
+    "p": 4,
     "block_size": 4,
     "update_freq": 3,
     "momentum": 0.9,
@@ -674,7 +675,8 @@ def test_reads_and_operations_do_not_grow_with_blocks_or_parameters(
     counts: dict[tuple[int, int], list[Any]] = {}
     for many, blocks in ((1, 1), (8, 1), (1, 16), (8, 16)):
         params = parameters(*[(4, 4 * blocks)] * many)
-        opt = DASH(params, block_size=4, refresh=refresh, update_freq=2, max_batch=10**6, start_step=1)
+        options = {"block_size": 4, "refresh": refresh, "update_freq": 2, "refresh_young": False, "start_step": 1}
+        opt = DASH(params, max_batch=10**6, **options)
         counts[many, blocks] = []
         for step in range(5):
             for i, param in enumerate(params):
@@ -818,7 +820,7 @@ def test_bounds_age_while_solves_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dash_optim.refresh, "inv_root_ex", solve)
     (W,) = parameters((6, 6), dtype=torch.float64)
-    opt = DASH([W], refresh="certified", refresh_tol=0.05, method="evd", rel_damping=1e-2, failure_budget=99)
+    opt = DASH([W], p=4, refresh="certified", refresh_tol=0.05, method="evd", rel_damping=1e-2, failure_budget=99)
     rng = np.random.default_rng(0)
     for step in range(20):
         fail["now"] = 5 <= step < 15
@@ -862,7 +864,7 @@ def test_rounding_of_long_sums_is_part_of_the_bound(k: int, rel_damping: float, 
 def test_certified_errors_of_diagnostics_bound_the_truth() -> None:
     for refresh in ("interval", "staggered", "certified"):
         (W,) = parameters((12, 6))
-        opt = DASH([W], block_size=6, refresh=refresh, update_freq=4, rel_damping=1e-3)
+        opt = DASH([W], block_size=6, p=4, refresh=refresh, update_freq=4, rel_damping=1e-3)
         rng = np.random.default_rng(1)
         for step in range(7):
             W.grad = noisy_gradient(rng, step, (12, 6), 0).float()
