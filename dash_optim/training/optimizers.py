@@ -18,6 +18,7 @@ from dash_optim.config import OPTIMIZERS, from_config
 from dash_optim.dash import DASH
 from dash_optim.routing import param_groups
 from dash_optim.training.model import Architecture, Llama
+from matroots._arguments import check_number
 from matroots._command import InputError, MissingExtraError
 
 USUAL: Final[dict[str, dict[str, Any]]] = {
@@ -33,15 +34,18 @@ USUAL: Final[dict[str, dict[str, Any]]] = {
 which AdamW's rates fit. The type's own defaults hold for the rest."""
 
 RATES: Final = {
-    "dash": 1e-2,
-    "adamw": 3e-3,
-    "adam": 3e-3,
+    "dash": 2e-2,
+    "adamw": 5e-3,
+    "adam": 5e-3,
     "sgd": 1e-1,
-    "muon": 1e-2,
+    "muon": 2e-2,
     "soap": 1e-2,
     "shampoo": 1e-2,
 }
 """Peak learning rates that a job starts from: the best of the study's at the 0.9m preset (docs/studies)."""
+
+BESIDE: Final = 0.25
+"""The rate of the AdamW that updates what DASH and Muon do not, as a share of theirs: AdamW's best rates are that much lower."""
 
 
 class Optimizers:
@@ -49,8 +53,8 @@ class Optimizers:
 
     Args:
         model: whose parameters are optimized.
-        options: ``type`` and options by name; also ``routing``: "auto" as described above, "all" for no exceptions, and ``overrides``, for DASH, as for
-            :func:`dash_optim.param_groups`.
+        options: ``type`` and options by name; also ``routing``: "auto" as described above, "all" for no exceptions; ``adamw_lr``, the peak rate of the AdamW
+            beside DASH and Muon (default: `BESIDE` times ``lr``); and ``overrides``, for DASH, as for :func:`dash_optim.param_groups`.
     """
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
@@ -136,6 +140,7 @@ def _build(
 ) -> list[Optimizer]:
     """Return the optimizers for a type."""
     kind, decay = options["type"], options.get("weight_decay", 0.0)
+    beside = _rate_beside(options) if kind in ("dash", "muon") else None
     if kind == "dash":
         if everything:
             overrides = {
@@ -143,6 +148,9 @@ def _build(
                 **(overrides or {}),
             }
         groups = param_groups(model, weight_decay=decay, overrides=overrides, verbose=False)
+        for group in groups:
+            if group["algorithm"] == "adamw":
+                group.setdefault("lr", beside)
         return [from_config(groups, options)]
     if overrides is not None:
         raise ValueError("optimizer.overrides: is for type dash")
@@ -154,8 +162,14 @@ def _build(
     names = ("matrices", "embeddings", "heads") if everything else ("matrices",)
     matrices = [group for group in groups if group["name"] in names]
     others = [group for group in groups if group["name"] not in names]
-    beside = {"type": "adamw", **USUAL["adamw"], "lr": options["lr"], "weight_decay": decay}
-    return [from_config(matrices, options), *([from_config(others, beside)] if others else [])]
+    adamw = {"type": "adamw", **USUAL["adamw"], "lr": beside, "weight_decay": decay}
+    return [from_config(matrices, options), *([from_config(others, adamw)] if others else [])]
+
+
+def _rate_beside(options: dict[str, Any]) -> float:
+    """Take the rate of the AdamW beside out of the options."""
+    rate = options.pop("adamw_lr", None)
+    return BESIDE * float(options["lr"]) if rate is None else check_number("optimizer.adamw_lr", rate)
 
 
 def _size(value: Any) -> int:
