@@ -227,3 +227,36 @@ def test_a_peer_that_is_not_installed_names_the_extra(model, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pytorch_optimizer", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'matroots\[bench\]'"):
         Optimizers(model, {"type": "soap"})
+
+
+def test_state_that_no_checkpoint_takes_is_recognised_and_counted(model):
+    class Preconditioner:
+        def __init__(self):
+            self.statistics = [torch.zeros(3, 3), torch.zeros(2, 2)]
+
+    optimizers = Optimizers(model, {"type": "sgd"})
+    assert optimizers.plain
+    weight = next(model.parameters())
+    optimizers.each[0].state[weight]["average"] = {"values": [torch.zeros(5), 1.0, None]}
+    assert optimizers.plain
+    assert optimizers.bytes == 20
+    optimizers.each[0].state[weight]["pre"] = Preconditioner()
+    assert not optimizers.plain
+    assert optimizers.bytes == 20 + 4 * (9 + 4)
+
+
+def test_adamw_beside_has_a_rate_of_its_own(model):
+    for kind in ("dash", "muon"):
+        for options, expected in (({}, 0.1), ({"adamw_lr": 0.3}, 0.3)):
+            optimizers = Optimizers(model, {"type": kind, "lr": 0.4, **options})
+            rates = {group["name"]: group["lr"] for one in optimizers.each for group in one.param_groups}
+            assert rates == {"matrices": 0.4, **dict.fromkeys(("embeddings", "heads", "vectors"), expected)}
+            optimizers.set_rate(0.5)
+            assert optimizers.each[0].param_groups[0]["lr"] == 0.2
+    own = Optimizers(model, {"type": "dash", "lr": 0.4, "overrides": {"heads": {"lr": 0.7}}})
+    rates = {group["name"]: group["lr"] for group in own.each[0].param_groups}
+    assert (rates["heads"], rates["embeddings"]) == (0.7, 0.1)
+    with pytest.raises(InputError, match="adamw_lr"):
+        Optimizers(model, {"type": "dash", "adamw_lr": "fast"})
+    with pytest.raises(InputError, match="adamw_lr"):
+        Optimizers(model, {"type": "adamw", "adamw_lr": 0.1})

@@ -138,12 +138,17 @@ def _loop(run: Run, folder: Path, stop: Stop, quiet: bool) -> None:
             metrics.write(record)
             progress.show(record)
             if run.step % logging.checkpoint_every == 0 or last:
-                metrics.flush()
-                save(folder, run.step, run.state())
+                _keep(run, folder, metrics)
                 saved = run.step
         if saved != run.step:
-            metrics.flush()
-            save(folder, run.step, run.state())
+            _keep(run, folder, metrics)
+
+
+def _keep(run: Run, folder: Path, metrics: MetricsWriter) -> None:
+    """Write a checkpoint, and first the metrics up to it. An optimizer whose state is no plain data has none: its run starts over."""
+    metrics.flush()
+    if run.optimizers.plain:
+        save(folder, run.step, run.state())
 
 
 def _claim(job: Job, folder: Path, fresh: bool) -> None:

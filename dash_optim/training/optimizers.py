@@ -102,6 +102,11 @@ class Optimizers:
             one.load_state_dict(state)
 
     @property
+    def plain(self) -> bool:
+        """Whether their state is tensors, numbers and strings in dicts and lists: ScalableShampoo's holds objects, which no checkpoint takes."""
+        return all(_is_plain(own) for one in self.each for own in one.state.values())
+
+    @property
     def bytes(self) -> int:
         """The memory of their state."""
         return sum(_size(own) for one in self.each for own in one.state.values())
@@ -172,6 +177,14 @@ def _rate_beside(options: dict[str, Any]) -> float:
     return BESIDE * float(options["lr"]) if rate is None else check_number("optimizer.adamw_lr", rate)
 
 
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (Tensor, bool, int, float, str))
+
+
 def _size(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
@@ -179,4 +192,4 @@ def _size(value: Any) -> int:
         return sum(_size(part) for part in value.values())
     if isinstance(value, (list, tuple)):
         return sum(_size(part) for part in value)
-    return 0
+    return _size(vars(value)) if hasattr(value, "__dict__") else 0
