@@ -109,7 +109,7 @@ class Optimizers:
     @property
     def bytes(self) -> int:
         """The memory of their state."""
-        return sum(_size(own) for one in self.each for own in one.state.values())
+        return _size([list(one.state.values()) for one in self.each], set())
 
 
 def try_options(options: Mapping[str, Any], device: torch.device) -> None:
@@ -185,11 +185,19 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (Tensor, bool, int, float, str))
 
 
-def _size(value: Any) -> int:
+def _size(value: Any, seen: set[int]) -> int:
+    """Return the bytes of all tensors in a value, of mappings, sequences and whatever objects; each once."""
+    if id(value) in seen:
+        return 0
+    seen.add(id(value))
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, Mapping):
-        return sum(_size(part) for part in value.values())
+        return sum(_size(part, seen) for part in value.values())
     if isinstance(value, (list, tuple)):
-        return sum(_size(part) for part in value)
-    return _size(vars(value)) if hasattr(value, "__dict__") else 0
+        return sum(_size(part, seen) for part in value)
+    return (
+        0
+        if isinstance(value, type)
+        else sum(_size(part, seen) for part in getattr(value, "__dict__", {}).values())
+    )
