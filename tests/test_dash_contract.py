@@ -38,6 +38,7 @@ OPTIONS: dict[str, Any] = {
     "p": 4,
     "block_size": 4,
     "update_freq": 3,
+    "refresh_young": False,  # so that checkpoints fall between refreshes
     "momentum": 0.9,
     "lr": 0.05,
     "weight_decay": 0.01,
@@ -209,7 +210,7 @@ from dash_optim import DASH
 torch.set_num_threads(1)
 found = torch.load(sys.argv[1], weights_only=True)
 params = [torch.nn.Parameter(p) for p in found["params"]]
-opt = DASH(params, block_size=4, update_freq=3, momentum=0.9, lr=0.05, weight_decay=0.01)
+opt = DASH(params, p=4, block_size=4, update_freq=3, refresh_young=False, momentum=0.9, lr=0.05, weight_decay=0.01)
 opt.load_state_dict(found["opt"])
 for grads in found["grads"]:
     for param, grad in zip(params, grads):

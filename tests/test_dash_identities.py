@@ -12,8 +12,8 @@ from matrices import orthogonal
 from scipy.linalg import fractional_matrix_power
 
 NEVER = 10**6  # a start_step that no test reaches
-# U = L^{-1/p} G R^{-1/p} with the plain sums L of G G^T and R of G^T G
 OLD = {"refresh_young": False}
+# U = L^{-1/2k} G R^{-1/2k} with the plain sums L of G G^T and R of G^T G
 PLAIN = {"p": None, "grafting": None, "betas": (0.0, 0.95), "beta_factors": 1.0, "rel_damping": 0.0, "update_freq": 1}
 BY_HAND = np.array([[3.0, 1.0], [0.0, 2.0]])
 
@@ -38,7 +38,7 @@ def test_first_step_is_the_polar_factor(run):
 
 @both
 def test_first_step_for_p_2_is_the_transposed_inverse(run):
-    same(updates(run, [BY_HAND], p=2, **PLAIN)[0], np.array([[2.0, 0.0], [-1.0, 3.0]]) / 6.0)
+    same(updates(run, [BY_HAND], **{**PLAIN, "p": 2})[0], np.array([[2.0, 0.0], [-1.0, 3.0]]) / 6.0)
 
 
 @both
@@ -48,22 +48,22 @@ def test_first_step_for_p_2_is_the_transposed_inverse(run):
 def test_first_step_for_any_p(p, exponent, run):
     """``L^{-1/p} U S V^T R^{-1/p} = U S^{1 - 4/p} V^T``."""
     U, s, Vt = svd()
-    same(updates(run, [(U * s) @ Vt], p=p, **PLAIN)[0], (U * s**exponent) @ Vt)
+    same(updates(run, [(U * s) @ Vt], **{**PLAIN, "p": p})[0], (U * s**exponent) @ Vt)
 
 
 @both
 def test_one_factor_is_half_as_far_from_the_root(run):
-    """A side that is too long has no factor, and p = 2 for the other: ``(G G^T)^{-1/2} G`` is again the polar factor."""
+    """A side that is too long has no factor, and p = 2k = 2 for the other: ``(G G^T)^{-1/2} G`` is again the polar factor."""
     U, s, Vt = svd(3, 6)
     same(updates(run, [(U * s) @ Vt], max_factor_dim=5, **PLAIN)[0], U @ Vt)
-    same(updates(run, [((U * s) @ Vt).T], max_factor_dim=5, p=4, **PLAIN)[0], ((U * s**0.5) @ Vt).T)
+    same(updates(run, [((U * s) @ Vt).T], max_factor_dim=5, **{**PLAIN, "p": 4})[0], ((U * s**0.5) @ Vt).T)
 
 
 @both
 @pytest.mark.parametrize("shape", [(5,), (5, 1), (1, 1, 5), (4, 3), (4, 2, 3), (3, 2, 1, 2, 2)])
 @pytest.mark.parametrize("p", [None, 3])
 def test_rank_one_gradient(p, shape, run):
-    """Each of the k factors has one eigenvalue ``||G||^2``: ``U = G (||G||^2 + eps)^{-k/p}``, and p = 2k by default."""
+    """Each of the k factors has one eigenvalue ``||G||^2``: ``U = G (||G||^2 + eps)^{-k/p}``, and None is p = 2k."""
     draw = np.random.default_rng(0)
     G = reduce(np.multiply.outer, [draw.standard_normal(n) for n in shape])
     k = sum(n > 1 for n in shape)
@@ -168,14 +168,40 @@ def test_staggered_blocks_take_turns(stacking, run):
 
 
 @both
+@pytest.mark.parametrize("stacking", STACKINGS)
+def test_young_staggered_blocks_take_turns_of_growing_length(stacking, run):
+    """All in every step until the 8th gradient, then those of even and of odd number in turn, from the 16th on one in four.
+
+    Block j is due at step t when t - 1 + j is divisible by 1, 2, 4: block 0 at 7, 9, ..., 15, 17, 21; block 1 at 7, 8, 10, ..., 14, 16, 20.
+    """
+    U, s, Vt = svd()
+    G = np.concatenate([(U * s) @ Vt] * 4, axis=1)
+    options = {**PLAIN, "update_freq": 10, "refresh": "staggered", "block_size": 6, "stacking": stacking}
+    found = updates(run, [G] * 22, **options)
+    odd = [1, 2, 3, 4, 5, 6, 7, 7, 9, 9, 11, 11, 13, 13, 15]
+    even = [1, 2, 3, 4, 5, 6, 7, 8, 8, 10, 10, 12, 12, 14, 14]
+    turns = (
+        [*odd, 15, 17, 17, 17, 17, 21, 21],
+        [*even, 16, 16, 16, 16, 20, 20, 20],
+        [*odd, 15, 15, 15, 19, 19, 19, 19],
+        [*even, 14, 14, 18, 18, 18, 18, 22],
+    )
+    for j, tau in enumerate(turns):
+        same(found[:, :, 6 * j : 6 * j + 6], np.array([i**-0.5 * (U @ Vt) for i in tau]))
+
+
+@both
 def test_zero_gradient_has_the_identity_for_a_root_unless_it_is_damped(run):
     """Refreshed at steps 1 and 4: raw gradients in between, then the sum of three equal terms."""
     U, s, Vt = svd()
     G = (U * s) @ Vt
-    found = updates(run, [0 * G, G, G, G], **{**PLAIN, "update_freq": 3})
+    found = updates(run, [0 * G, G, G, G], **{**PLAIN, **OLD, "update_freq": 3})
     same(found, np.array([0 * G, G, G, 3**-0.5 * (U @ Vt)]))
-    found = updates(run, [0 * G, G], **{**PLAIN, "update_freq": 3, "damping": 0.1})
+    found = updates(run, [0 * G, G], **{**PLAIN, **OLD, "update_freq": 3, "damping": 0.1})
     same(found, np.array([0 * G, 0.1**-0.5 * G]))  # what is damped has a root: 0.1^{-1/4} on either side
+    # while factors are young the next step refreshes again: sums of one, two, three terms
+    found = updates(run, [0 * G, G, G, G], **{**PLAIN, "update_freq": 3})
+    same(found, np.array([0 * G, U @ Vt, 2**-0.5 * (U @ Vt), 3**-0.5 * (U @ Vt)]))
 
 
 @both
