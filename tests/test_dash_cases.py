@@ -239,12 +239,13 @@ def test_zero_gradients_only_decay(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("stacking", STACKINGS)
 @pytest.mark.parametrize("refresh", SCHEDULES)
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
+@pytest.mark.parametrize("young", [False, True])
 def test_a_parameter_without_gradient_is_untouched_and_starts_its_own_count(
-    stacking: str, refresh: str, late: int
+    stacking: str, refresh: str, late: int, young: bool
 ) -> None:
     shapes = [(8, 6), (8, 6), (4, 9), (5,)]
     options: dict[str, Any] = {"block_size": 4, "stacking": stacking, "refresh": refresh, "update_freq": 3}
-    options |= {"weight_decay": 0.1, "start_step": 1, "lr": 0.01, "refresh_young": late < 2}
+    options |= {"weight_decay": 0.1, "start_step": 1, "lr": 0.01, "refresh_young": young}
     params = parameters(*shapes)
     opt = DASH(params, **options)
     alone = [copy.deepcopy(param) for param in params]
@@ -626,7 +627,7 @@ def resumed(
 @pytest.mark.parametrize("refresh", SCHEDULES)
 @pytest.mark.parametrize("young", [False, True])
 def test_resumed_equals_uninterrupted_and_not_cold(stacking: str, refresh: str, young: bool) -> None:
-    """Saved two steps after a refresh; with young factors after the 9th gradient, between refreshes that are two steps apart."""
+    """Saved one step after a refresh: that of the 4th gradient, with young factors that of the 9th, whose next is at the 11th."""
     options: dict[str, Any] = {"block_size": 4, "stacking": stacking, "refresh": refresh, "update_freq": 3}
     options |= {"momentum": 0.9, "lr": 0.05, "weight_decay": 0.01, "refresh_young": young}
     first = 10 if young else 5
@@ -891,12 +892,13 @@ def test_low_precision_parameters_are_rounded_once(
 ) -> None:
     (W,) = parameters(shape, dtype=dtype)
     opt = DASH(
-        [W], factor_dtype=factor_dtype, block_size=4, lr=0.25, weight_decay=0.5, update_freq=1, method="evd"
+        [W], p=4, factor_dtype=factor_dtype, block_size=4, lr=0.25, weight_decay=0.5, update_freq=1, method="evd"
     )
     for step in range(3):
         wide = nn.Parameter(W.detach().double())
         other = DASH(
             [wide],
+            p=4,
             factor_dtype=factor_dtype,
             block_size=4,
             lr=0.25,
@@ -1800,7 +1802,7 @@ def test_the_models_groups_are_trained() -> None:
     opt = DASH(param_groups(model, weight_decay=0.1, verbose=False), grafting=RMSProp(eps=1e-6))
     x = torch.arange(9)
     first = None
-    for _ in range(30):
+    for _ in range(60):
         loss = nn.functional.cross_entropy(model(x), (x + 1) % 9)
         first = first or loss.item()
         opt.zero_grad()
