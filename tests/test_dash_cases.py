@@ -496,7 +496,9 @@ def test_blocks_of_a_tensor_have_their_own_factors() -> None:
 def test_a_dimension_without_factor_leaves_the_root_to_the_other(block: float) -> None:
     """One factor, so p=None is 2: ``U = M (M^T M + eps I)^{-1/2}``, for each block of rows."""
     (W,) = parameters((12, 3))
-    opt = DASH([W], p=None, max_factor_dim=4, block_size=block, grafting=None, betas=(0.0, 0.0), lr=1.0, **EXACT)
+    opt = DASH(
+        [W], p=None, max_factor_dim=4, block_size=block, grafting=None, betas=(0.0, 0.0), lr=1.0, **EXACT
+    )
     expected = W.detach().clone()
     give([W], 0)
     opt.step()
@@ -529,7 +531,9 @@ def test_a_block_as_large_as_the_parameter_is_the_parameter(size: float) -> None
 def test_blocks_of_one_element_take_the_sign() -> None:
     (W,) = parameters((3, 4))
     before = W.detach().clone()
-    opt = DASH([W], p=4, block_size=1, grafting=None, lr=0.5, betas=(0.0, 0.0), rel_damping=0.0, update_freq=1)
+    opt = DASH(
+        [W], p=4, block_size=1, grafting=None, lr=0.5, betas=(0.0, 0.0), rel_damping=0.0, update_freq=1
+    )
     give([W], 0)
     opt.step()
     assert W.grad is not None
@@ -892,7 +896,14 @@ def test_low_precision_parameters_are_rounded_once(
 ) -> None:
     (W,) = parameters(shape, dtype=dtype)
     opt = DASH(
-        [W], p=4, factor_dtype=factor_dtype, block_size=4, lr=0.25, weight_decay=0.5, update_freq=1, method="evd"
+        [W],
+        p=4,
+        factor_dtype=factor_dtype,
+        block_size=4,
+        lr=0.25,
+        weight_decay=0.5,
+        update_freq=1,
+        method="evd",
     )
     for step in range(3):
         wide = nn.Parameter(W.detach().double())

@@ -676,7 +676,13 @@ def test_reads_and_operations_do_not_grow_with_blocks_or_parameters(
     counts: dict[tuple[int, int], list[Any]] = {}
     for many, blocks in ((1, 1), (8, 1), (1, 16), (8, 16)):
         params = parameters(*[(4, 4 * blocks)] * many)
-        options = {"block_size": 4, "refresh": refresh, "update_freq": 2, "refresh_young": False, "start_step": 1}
+        options = {
+            "block_size": 4,
+            "refresh": refresh,
+            "update_freq": 2,
+            "refresh_young": False,
+            "start_step": 1,
+        }
         opt = DASH(params, max_batch=10**6, **options)
         counts[many, blocks] = []
         for step in range(5):
@@ -821,7 +827,9 @@ def test_bounds_age_while_solves_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(dash_optim.refresh, "inv_root_ex", solve)
     (W,) = parameters((6, 6), dtype=torch.float64)
-    opt = DASH([W], p=4, refresh="certified", refresh_tol=0.05, method="evd", rel_damping=1e-2, failure_budget=99)
+    opt = DASH(
+        [W], p=4, refresh="certified", refresh_tol=0.05, method="evd", rel_damping=1e-2, failure_budget=99
+    )
     rng = np.random.default_rng(0)
     for step in range(20):
         fail["now"] = 5 <= step < 15

@@ -14,7 +14,14 @@ from scipy.linalg import fractional_matrix_power
 NEVER = 10**6  # a start_step that no test reaches
 OLD = {"refresh_young": False}
 # U = L^{-1/2k} G R^{-1/2k} with the plain sums L of G G^T and R of G^T G
-PLAIN = {"p": None, "grafting": None, "betas": (0.0, 0.95), "beta_factors": 1.0, "rel_damping": 0.0, "update_freq": 1}
+PLAIN = {
+    "p": None,
+    "grafting": None,
+    "betas": (0.0, 0.95),
+    "beta_factors": 1.0,
+    "rel_damping": 0.0,
+    "update_freq": 1,
+}
 BY_HAND = np.array([[3.0, 1.0], [0.0, 2.0]])
 
 
