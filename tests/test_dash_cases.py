@@ -1572,6 +1572,29 @@ def test_options_may_change_during_training(change: dict[str, Any]) -> None:
     torch.load(buffer, weights_only=True)
 
 
+def test_the_calendar_of_young_factors_is_changed_without_new_state() -> None:
+    """Every step up to the 5th; then none before the 11th, which both calendars name; then every second until the 16th."""
+    params = parameters((8, 6), (4, 9))
+    opt = DASH(params, block_size=4, update_freq=10)
+
+    def refreshes() -> set[int]:
+        return {f.refreshes for block in opt.diagnostics().blocks for f in block.factors}
+
+    train(opt, params, range(5))
+    assert refreshes() == {5}
+    stacks, places = opt._stacks, [v.data_ptr() for W in params for v in tensors(opt, W).values()]
+    opt.param_groups[0]["refresh_young"] = False
+    train(opt, params, range(5, 10))
+    assert refreshes() == {5}
+    train(opt, params, range(10, 11))
+    assert refreshes() == {6}
+    opt.param_groups[0]["refresh_young"] = True
+    train(opt, params, range(11, 15))
+    assert refreshes() == {8}
+    assert opt._stacks is stacks
+    assert [v.data_ptr() for W in params for v in tensors(opt, W).values()] == places
+
+
 # B42 strides
 
 

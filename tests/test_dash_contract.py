@@ -873,7 +873,8 @@ def test_rounding_of_long_sums_is_part_of_the_bound(k: int, rel_damping: float, 
 def test_certified_errors_of_diagnostics_bound_the_truth() -> None:
     for refresh in ("interval", "staggered", "certified"):
         (W,) = parameters((12, 6))
-        opt = DASH([W], block_size=6, p=4, refresh=refresh, update_freq=4, rel_damping=1e-3)
+        calendar: dict[str, Any] = {"refresh": refresh, "update_freq": 4, "refresh_young": False}
+        opt = DASH([W], block_size=6, p=4, rel_damping=1e-3, **calendar)
         rng = np.random.default_rng(1)
         for step in range(7):
             W.grad = noisy_gradient(rng, step, (12, 6), 0).float()

@@ -236,7 +236,14 @@ def test_rotated_gradients_give_rotated_steps(grafting, run):
     """``Q U P^T`` for ``Q G P^T``: nothing acts on single entries. (A norm of row sums does, so the damping is absolute.)"""
     Q, P = orthogonal(5, 1).numpy(), orthogonal(7, 2).numpy()
     gradients = [each[0] for each in problem([(5, 7)], steps=8)[1]]
-    options = {"grafting": grafting, "update_freq": 3, "damping": 0.1, "rel_damping": 0.0, "momentum": 0.9}
+    options = {
+        "grafting": grafting,
+        **OLD,
+        "update_freq": 3,
+        "damping": 0.1,
+        "rel_damping": 0.0,
+        "momentum": 0.9,
+    }
     expected = Q @ updates(run, gradients, **options) @ P.T
     same(updates(run, [Q @ G @ P.T for G in gradients], **options), expected, 1e-11)
 
@@ -249,7 +256,7 @@ def test_permuted_gradients_give_permuted_steps(block_size, grafting, run):
     gradients = [each[0] for each in problem([(8, 12)], steps=8)[1]]
     rows = np.array([5, 4, 7, 6, 1, 3, 0, 2])
     columns = np.array([8, 9, 11, 10, 0, 2, 1, 3, 7, 6, 5, 4])
-    options = {"block_size": block_size, "grafting": grafting, "update_freq": 3}
+    options = {"block_size": block_size, "grafting": grafting, **OLD, "update_freq": 3}
     expected = updates(run, gradients, **options)
     moved = updates(run, [G[rows][:, columns] for G in gradients], **options)
     same(moved, expected[:, rows][:, :, columns], 1e-9)
@@ -261,7 +268,7 @@ def test_permuted_gradients_give_permuted_steps(block_size, grafting, run):
 def test_order_of_the_parameters_does_not_matter(stacking, run):
     starts, gradients = problem(ALL_SHAPES, "missing", steps=8)
     order = np.random.default_rng(0).permutation(len(starts))
-    options = {"lr": 0.01, "block_size": 4, "update_freq": 3, "stacking": stacking}
+    options = {"lr": 0.01, "block_size": 4, **OLD, "update_freq": 3, "stacking": stacking}
     expected = run([{"params": starts}], gradients, **options)[-1]
     found = run(
         [{"params": [starts[i] for i in order]}], [[each[i] for i in order] for each in gradients], **options
@@ -270,7 +277,7 @@ def test_order_of_the_parameters_does_not_matter(stacking, run):
         np.testing.assert_allclose(W, expected[i], rtol=1e-11, atol=1e-12)
 
 
-OPTIONS = {"block_size": 4, "update_freq": 3, "start_step": 2, "momentum": 0.9, "one_d": "dash"}
+OPTIONS = {**OLD, "block_size": 4, "update_freq": 3, "start_step": 2, "momentum": 0.9, "one_d": "dash"}
 
 
 @both
