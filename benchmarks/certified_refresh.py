@@ -127,6 +127,12 @@ def main() -> None:
         "every step": {"update_freq": 1},
         "every 10": {"update_freq": 10},
         "staggered over 10": {"update_freq": 10, "refresh": "staggered"},
+        "every 10, refresh_young=False": {"update_freq": 10, "refresh_young": False},
+        "staggered over 10, refresh_young=False": {
+            "update_freq": 10,
+            "refresh": "staggered",
+            "refresh_young": False,
+        },
     }
     for tol in arguments.tols:
         rows[f"certified, refresh_tol {tol:g}"] = {"refresh": "certified", "refresh_tol": tol}

@@ -60,7 +60,7 @@ class BlockReport:
 
     @property
     def relative_grafting(self) -> float:
-        """``grafting`` over the square root of the longest side: near 1 for fresh roots of the default p, whatever the block (docs/troubleshooting.md).
+        """``grafting`` over the square root of the longest side: near 1 for fresh roots with p = 4, whatever the block (docs/troubleshooting.md).
 
         Adam's first step has the norm ``sqrt(m n)``, and ``L^{-1/4} G R^{-1/4}`` of one gradient of rank r the norm ``sqrt(r)``, at any scale of G.
         """

@@ -68,7 +68,8 @@ class PlanRow:
         kinds: bytes by what they are for: "factor", "root", "exp", "graft", "momentum", "record", "step".
         step_operations: of the products in a step that computes no root.
         refresh_operations: of computing all roots once; NaN where the method decides from the matrices.
-        mean_operations: of a step on average, each group's roots every ``update_freq`` steps; NaN for ``refresh="certified"``.
+        mean_operations: of a step on average in the long run, each group's roots every ``update_freq`` steps; the first ``4 update_freq`` steps compute more
+            with ``refresh_young``. NaN for ``refresh="certified"``.
         fits: whether the fullest device's state fits ``memory``; None where no memory was named.
         layers: the same by layer.
     """
@@ -210,7 +211,7 @@ def _row(
 
 
 def _work(stacks: Sequence[Stack]) -> tuple[dict[Tensor, tuple[float, float, float]], float]:
-    """Return (blocks, operations of a step, of a refresh) of each parameter, and the operations of a step on average."""
+    """Return (blocks, operations of a step, of a refresh) of each parameter, and the operations of a step on average, in the long run."""
     found: dict[Tensor, tuple[float, float, float]] = defaultdict(lambda: (0, 0.0, 0.0))
     mean = 0.0
     for stack in stacks:

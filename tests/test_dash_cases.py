@@ -86,7 +86,7 @@ class Naive:
         W: Tensor,
         *,
         block: int = 10**9,
-        p: float = 4.0,
+        p: float = 2.0,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         beta_factors: float = 0.95,
@@ -172,7 +172,8 @@ def test_factors_are_averages_and_roots_do_not_touch_them(
     refresh: str, stacking: str, dtype: torch.dtype, method: str
 ) -> None:
     (W,) = parameters((8, 4), dtype=dtype)
-    opt = DASH([W], block_size=4, refresh=refresh, stacking=stacking, method=method, update_freq=2)
+    options: dict[str, Any] = {"refresh": refresh, "update_freq": 2, "refresh_young": False}
+    opt = DASH([W], block_size=4, stacking=stacking, method=method, **options)
     truth = torch.zeros(2, 2, 4, 4, dtype=torch.float64)
     for step in range(4):
         give([W], step)
@@ -238,12 +239,13 @@ def test_zero_gradients_only_decay(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("stacking", STACKINGS)
 @pytest.mark.parametrize("refresh", SCHEDULES)
 @pytest.mark.parametrize("late", [0, 1, 2, 3])
+@pytest.mark.parametrize("young", [False, True])
 def test_a_parameter_without_gradient_is_untouched_and_starts_its_own_count(
-    stacking: str, refresh: str, late: int
+    stacking: str, refresh: str, late: int, young: bool
 ) -> None:
     shapes = [(8, 6), (8, 6), (4, 9), (5,)]
     options: dict[str, Any] = {"block_size": 4, "stacking": stacking, "refresh": refresh, "update_freq": 3}
-    options |= {"weight_decay": 0.1, "start_step": 1, "lr": 0.01}
+    options |= {"weight_decay": 0.1, "start_step": 1, "lr": 0.01, "refresh_young": young}
     params = parameters(*shapes)
     opt = DASH(params, **options)
     alone = [copy.deepcopy(param) for param in params]
@@ -282,7 +284,8 @@ def test_a_parameter_without_gradient_is_untouched_and_starts_its_own_count(
 @pytest.mark.parametrize("grafting", GRAFTINGS)
 def test_every_step_moves_every_element_before_and_after_the_start(grafting: str, refresh: str) -> None:
     params = parameters((8, 6), (4, 9))
-    opt = DASH(params, block_size=4, grafting=grafting, start_step=3, update_freq=10, refresh=refresh, lr=0.1)
+    options: dict[str, Any] = {"refresh": refresh, "update_freq": 10, "refresh_young": False}
+    opt = DASH(params, block_size=4, grafting=grafting, start_step=3, lr=0.1, **options)
     for step in range(9):
         before = [param.detach().clone() for param in params]
         train(opt, params, range(step, step + 1))
@@ -491,9 +494,11 @@ def test_blocks_of_a_tensor_have_their_own_factors() -> None:
 
 @pytest.mark.parametrize("block", [4, 5, math.inf])
 def test_a_dimension_without_factor_leaves_the_root_to_the_other(block: float) -> None:
-    """One factor, so p = 2: ``U = M (M^T M + eps I)^{-1/2}``, for each block of rows."""
+    """One factor, so p=None is 2: ``U = M (M^T M + eps I)^{-1/2}``, for each block of rows."""
     (W,) = parameters((12, 3))
-    opt = DASH([W], max_factor_dim=4, block_size=block, grafting=None, betas=(0.0, 0.0), lr=1.0, **EXACT)
+    opt = DASH(
+        [W], p=None, max_factor_dim=4, block_size=block, grafting=None, betas=(0.0, 0.0), lr=1.0, **EXACT
+    )
     expected = W.detach().clone()
     give([W], 0)
     opt.step()
@@ -526,7 +531,9 @@ def test_a_block_as_large_as_the_parameter_is_the_parameter(size: float) -> None
 def test_blocks_of_one_element_take_the_sign() -> None:
     (W,) = parameters((3, 4))
     before = W.detach().clone()
-    opt = DASH([W], block_size=1, grafting=None, lr=0.5, betas=(0.0, 0.0), rel_damping=0.0, update_freq=1)
+    opt = DASH(
+        [W], p=4, block_size=1, grafting=None, lr=0.5, betas=(0.0, 0.0), rel_damping=0.0, update_freq=1
+    )
     give([W], 0)
     opt.step()
     assert W.grad is not None
@@ -622,25 +629,28 @@ def resumed(
 
 @pytest.mark.parametrize("stacking", STACKINGS)
 @pytest.mark.parametrize("refresh", SCHEDULES)
-def test_resumed_equals_uninterrupted_and_not_cold(stacking: str, refresh: str) -> None:
+@pytest.mark.parametrize("young", [False, True])
+def test_resumed_equals_uninterrupted_and_not_cold(stacking: str, refresh: str, young: bool) -> None:
+    """Saved one step after a refresh: that of the 4th gradient, with young factors that of the 9th, whose next is at the 11th."""
     options: dict[str, Any] = {"block_size": 4, "stacking": stacking, "refresh": refresh, "update_freq": 3}
-    options |= {"momentum": 0.9, "lr": 0.05, "weight_decay": 0.01}
+    options |= {"momentum": 0.9, "lr": 0.05, "weight_decay": 0.01, "refresh_young": young}
+    first = 10 if young else 5
     used = stacking != "none"
     dtype = torch.bfloat16 if stacking == "layer" else torch.float32
     params = parameters((8, 6), (8, 6), (4, 9), (5,), (3, 3), dtype=dtype)
     opt = DASH(params, **options)
     seen, never = params[:4], params[4]
-    train(opt, seen, range(5))
+    train(opt, seen, range(first))
     other, fresh = resumed(opt, params, used, **options)
     cold_params = copy.deepcopy(params)
     cold = DASH(cold_params, **options)
     for run, mine in ((opt, params), (other, fresh), (cold, cold_params)):
         for param in mine:
             param.grad = None
-        train(run, mine[:4], range(5, 7))
+        train(run, mine[:4], range(first, first + 2))
         mine[0].grad = None  # the first of a stack, frozen after the resume
         run.step()
-        train(run, mine, range(7, 9))
+        train(run, mine, range(first + 2, first + 4))
     assert same(params, fresh)
     assert not torch.equal(params[0], cold_params[0])
     assert float(opt.state[never]["step"]) == 2
@@ -665,6 +675,7 @@ def test_frozen_right_after_the_resume() -> None:
 @pytest.mark.parametrize("refresh", ["interval", "certified"])
 def test_state_moves_to_a_model_with_one_more_layer(refresh: str) -> None:
     options: dict[str, Any] = {"block_size": 4, "refresh": refresh, "update_freq": 3, "method": "evd"}
+    options["refresh_young"] = False
     params = parameters((8, 6), (8, 6), (5,))
     opt = DASH(params, **options)
     train(opt, params, range(4))
@@ -719,6 +730,7 @@ def test_steps_are_counted_once(stacking: str) -> None:
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_a_step_with_a_bad_gradient_is_as_if_it_had_not_been(bad: float, refresh: str, where: int) -> None:
     options: dict[str, Any] = {"block_size": 4, "refresh": refresh, "update_freq": 2, "weight_decay": 0.1}
+    options["refresh_young"] = False
     runs = []
     for with_bad in (False, True):
         params = parameters((8, 6), (4, 9), (5,))
@@ -806,11 +818,27 @@ def test_a_first_step_that_is_left_out_does_not_put_off_the_first_roots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     params = parameters((8, 6))
-    opt = DASH(params, update_freq=10)
+    opt = DASH(params, update_freq=10, refresh_young=False)
     with masked(monkeypatch):
         bad_step(opt, params, 0)
         train(opt, params, range(1))
     assert not torch.equal(opt.state[params[0]]["8x6.root_0"][0], torch.eye(8).double())
+
+
+def test_a_first_step_that_is_left_out_is_made_up_for_by_the_next_while_factors_are_young(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The roots are those of the run that never saw it."""
+    params, others = parameters((8, 6)), parameters((8, 6))
+    opt, plain = DASH(params, update_freq=10), DASH(others, update_freq=10)
+    with masked(monkeypatch):
+        bad_step(opt, params, 0)
+        train(opt, params, range(1))
+    train(plain, others, range(1))
+    for dim in (0, 1):
+        root = opt.state[params[0]][f"8x6.root_{dim}"]
+        assert torch.allclose(root, plain.state[others[0]][f"8x6.root_{dim}"], rtol=1e-9)
+    assert torch.allclose(params[0], others[0], rtol=0, atol=1e-12)
 
 
 def test_raising_touches_nothing_and_says_where() -> None:
@@ -868,12 +896,20 @@ def test_low_precision_parameters_are_rounded_once(
 ) -> None:
     (W,) = parameters(shape, dtype=dtype)
     opt = DASH(
-        [W], factor_dtype=factor_dtype, block_size=4, lr=0.25, weight_decay=0.5, update_freq=1, method="evd"
+        [W],
+        p=4,
+        factor_dtype=factor_dtype,
+        block_size=4,
+        lr=0.25,
+        weight_decay=0.5,
+        update_freq=1,
+        method="evd",
     )
     for step in range(3):
         wide = nn.Parameter(W.detach().double())
         other = DASH(
             [wide],
+            p=4,
             factor_dtype=factor_dtype,
             block_size=4,
             lr=0.25,
@@ -953,7 +989,8 @@ def test_roots_are_computed_as_often_as_the_schedule_says(
 
     monkeypatch.setattr(dash_optim.refresh, "inv_root_ex", count)
     params = parameters((8, 6), (4, 9), (5,))
-    opt = DASH(params, block_size=4, refresh=refresh, update_freq=freq, stacking=stacking)
+    options: dict[str, Any] = {"refresh": refresh, "update_freq": freq, "refresh_young": False}
+    opt = DASH(params, block_size=4, stacking=stacking, **options)
     per_step = []
     for step in range(7):
         solved.clear()
@@ -1028,7 +1065,7 @@ def test_accumulation_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stacking", STACKINGS)
 def test_vectors_have_one_factor_each(stacking: str) -> None:
     params = parameters((10,), (7,), (1,), (3, 1), (1, 7))
-    opt = DASH(params, one_d="dash", block_size=4, grafting=None, lr=1.0, betas=(0.0, 0.0), stacking=stacking, **EXACT)  # fmt: skip
+    opt = DASH(params, p=None, one_d="dash", block_size=4, grafting=None, lr=1.0, betas=(0.0, 0.0), stacking=stacking, **EXACT)  # fmt: skip
     before = [param.detach().clone() for param in params]
     give(params, 0)
     opt.step()
@@ -1407,7 +1444,8 @@ def test_steps_are_those_of_the_formulas(grafting: str, scope: str, freq: int, b
     exponent = 8 / 3 if p == "8/3" else float(p)
     shared: dict[str, Any] = {"lr": 0.01, "momentum": 0.5, "weight_decay": 0.1, "grafting": grafting, "beta_factors": b}  # fmt: skip
     naives = [Naive(W, block=8, p=exponent, scope=scope, freq=freq, **shared) for W in params]
-    opt = DASH(params, block_size=8, p=p, grafting_scope=scope, **{**EXACT, "update_freq": freq}, **shared)
+    calendar = {"update_freq": freq, "refresh_young": False}
+    opt = DASH(params, block_size=8, p=p, grafting_scope=scope, **{**EXACT, **calendar}, **shared)
     for step in range(7):
         give(params, step)
         opt.step()
@@ -1450,7 +1488,7 @@ def test_zeros_and_ints_are_values_and_not_gaps() -> None:
         ("method", {"steps": 3}, ValueError), ("grafting", "lion", ValueError), ("grafting", {"type": "adam", "eps": 0.0}, ValueError),
         ("grafting", {"type": "adam", "beta2": 1.0}, ValueError), ("damping", -1e-9, ValueError), ("damping", math.nan, ValueError),
         ("rel_damping", math.inf, ValueError), ("beta_factors", 1.1, ValueError), ("momentum", 1.0, ValueError),
-        ("nesterov", True, ValueError), ("nesterov", 1, TypeError), ("weight_decay", -0.1, ValueError),
+        ("nesterov", True, ValueError), ("nesterov", 1, TypeError), ("refresh_young", 1, TypeError), ("refresh_young", None, TypeError), ("refresh_young", "yes", TypeError), ("weight_decay", -0.1, ValueError),
         ("refresh", "never", ValueError), ("refresh_tol", 0.0, ValueError), ("stacking", "all", ValueError),
         ("max_batch", 0, ValueError), ("factor_dtype", torch.bfloat16, ValueError), ("factor_dtype", "float16", ValueError),
         ("matmul_dtype", "int8", (ValueError, TypeError)), ("scaling", "sum", ValueError), ("nonfinite", "ignore", ValueError),
@@ -1479,7 +1517,7 @@ def test_misspelt_options_are_refused_everywhere() -> None:
         from_config([W], {"type": "dash", "update_frq": 3})
 
 
-@pytest.mark.parametrize("change", [{"block_size": 8}, {"p": 2}, {"nd": "tensor"}, {"one_d": "dash"}, {"grafting": "sgd"}, {"grafting": Adam(eps=1e-6)}, {"algorithm": "adamw"}, {"factor_dtype": torch.float64}, {"max_factor_dim": 4}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("change", [{"block_size": 8}, {"p": 4}, {"p": None}, {"nd": "tensor"}, {"one_d": "dash"}, {"grafting": "sgd"}, {"grafting": Adam(eps=1e-6)}, {"algorithm": "adamw"}, {"factor_dtype": torch.float64}, {"max_factor_dim": 4}], ids=str)  # fmt: skip
 def test_a_checkpoint_of_another_structure_is_refused_and_nothing_changes(change: dict[str, Any]) -> None:
     params = parameters((8, 6), (5,))
     opt = DASH(params, block_size=4)
@@ -1511,14 +1549,15 @@ def test_a_checkpoint_of_another_optimizer_is_refused() -> None:
         DASH([W]).load_state_dict(other.state_dict())
 
 
-@pytest.mark.parametrize("change", [{"update_freq": 1}, {"method": "evd"}, {"method": {"type": "ndb", "steps": 40}}, {"damping": 1e-2}, {"refresh": "staggered"}, {"refresh": "certified"}, {"stacking": "none"}, {"max_batch": 1}, {"betas": (0.8, 0.9)}, {"start_step": 9}, {"weight_decay": 0.5}, {"momentum": 0.9}, {"failure_budget": 0}, {"scaling": "power"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("change", [{"update_freq": 1}, {"refresh_young": True}, {"method": "evd"}, {"method": {"type": "ndb", "steps": 40}}, {"damping": 1e-2}, {"refresh": "staggered"}, {"refresh": "certified"}, {"stacking": "none"}, {"max_batch": 1}, {"betas": (0.8, 0.9)}, {"start_step": 9}, {"weight_decay": 0.5}, {"momentum": 0.9}, {"failure_budget": 0}, {"scaling": "power"}], ids=str)  # fmt: skip
 def test_options_may_change_during_training(change: dict[str, Any]) -> None:
     """What is changed in the groups is what an optimizer made with it, and given the same state, does."""
     params = parameters((8, 6), (5,))
-    opt = DASH(params, block_size=4, update_freq=3)
+    usual: dict[str, Any] = {"block_size": 4, "update_freq": 3, "refresh_young": False}
+    opt = DASH(params, **usual)
     train(opt, params, range(3))
     others = copy.deepcopy(params)
-    other = DASH(others, **{"block_size": 4, "update_freq": 3, **change})
+    other = DASH(others, **{**usual, **change})
     state = copy.deepcopy(opt.state_dict())
     for name in change:
         state["param_groups"][0][name] = other.param_groups[0][name]
@@ -1531,6 +1570,29 @@ def test_options_may_change_during_training(change: dict[str, Any]) -> None:
     torch.save(opt.state_dict(), buffer := __import__("io").BytesIO())
     buffer.seek(0)
     torch.load(buffer, weights_only=True)
+
+
+def test_the_calendar_of_young_factors_is_changed_without_new_state() -> None:
+    """Every step up to the 5th; then none before the 11th, which both calendars name; then every second until the 16th."""
+    params = parameters((8, 6), (4, 9))
+    opt = DASH(params, block_size=4, update_freq=10)
+
+    def refreshes() -> set[int]:
+        return {f.refreshes for block in opt.diagnostics().blocks for f in block.factors}
+
+    train(opt, params, range(5))
+    assert refreshes() == {5}
+    stacks, places = opt._stacks, [v.data_ptr() for W in params for v in tensors(opt, W).values()]
+    opt.param_groups[0]["refresh_young"] = False
+    train(opt, params, range(5, 10))
+    assert refreshes() == {5}
+    train(opt, params, range(10, 11))
+    assert refreshes() == {6}
+    opt.param_groups[0]["refresh_young"] = True
+    train(opt, params, range(11, 15))
+    assert refreshes() == {8}
+    assert opt._stacks is stacks
+    assert [v.data_ptr() for W in params for v in tensors(opt, W).values()] == places
 
 
 # B42 strides
@@ -1621,7 +1683,7 @@ def test_parameters_that_cannot_be_served_are_named(param: nn.Parameter) -> None
 
 def test_a_method_that_cannot_take_p_is_named_with_the_parameter() -> None:
     with pytest.raises(ValueError, match=r"'w', p=6: .*\"ndb\" takes"):
-        DASH([("w", nn.Parameter(torch.zeros(4, 5, 3)))], nd="tensor", method="ndb")
+        DASH([("w", nn.Parameter(torch.zeros(4, 5, 3)))], p=None, nd="tensor", method="ndb")
     with pytest.raises(ValueError, match=r"'w', p=3: .*certified"):
         DASH([("w", nn.Parameter(torch.zeros(4, 5)))], p=3, refresh="certified")
 
@@ -1774,7 +1836,7 @@ def test_the_models_groups_are_trained() -> None:
     opt = DASH(param_groups(model, weight_decay=0.1, verbose=False), grafting=RMSProp(eps=1e-6))
     x = torch.arange(9)
     first = None
-    for _ in range(30):
+    for _ in range(60):
         loss = nn.functional.cross_entropy(model(x), (x + 1) % 9)
         first = first or loss.item()
         opt.zero_grad()

@@ -38,6 +38,7 @@ OPTIONS: dict[str, Any] = {
     "p": 4,
     "block_size": 4,
     "update_freq": 3,
+    "refresh_young": False,  # so that checkpoints fall between refreshes
     "momentum": 0.9,
     "lr": 0.05,
     "weight_decay": 0.01,
@@ -209,7 +210,7 @@ from dash_optim import DASH
 torch.set_num_threads(1)
 found = torch.load(sys.argv[1], weights_only=True)
 params = [torch.nn.Parameter(p) for p in found["params"]]
-opt = DASH(params, block_size=4, update_freq=3, momentum=0.9, lr=0.05, weight_decay=0.01)
+opt = DASH(params, p=4, block_size=4, update_freq=3, refresh_young=False, momentum=0.9, lr=0.05, weight_decay=0.01)
 opt.load_state_dict(found["opt"])
 for grads in found["grads"]:
     for param, grad in zip(params, grads):
@@ -872,7 +873,8 @@ def test_rounding_of_long_sums_is_part_of_the_bound(k: int, rel_damping: float, 
 def test_certified_errors_of_diagnostics_bound_the_truth() -> None:
     for refresh in ("interval", "staggered", "certified"):
         (W,) = parameters((12, 6))
-        opt = DASH([W], block_size=6, p=4, refresh=refresh, update_freq=4, rel_damping=1e-3)
+        calendar: dict[str, Any] = {"refresh": refresh, "update_freq": 4, "refresh_young": False}
+        opt = DASH([W], block_size=6, p=4, rel_damping=1e-3, **calendar)
         rng = np.random.default_rng(1)
         for step in range(7):
             W.grad = noisy_gradient(rng, step, (12, 6), 0).float()

@@ -12,8 +12,8 @@ from matrices import orthogonal
 from scipy.linalg import fractional_matrix_power
 
 NEVER = 10**6  # a start_step that no test reaches
-# U = L^{-1/p} G R^{-1/p} with the plain sums L of G G^T and R of G^T G
 OLD = {"refresh_young": False}
+# U = L^{-1/2k} G R^{-1/2k} with the plain sums L of G G^T and R of G^T G
 PLAIN = {
     "p": None,
     "grafting": None,
@@ -45,7 +45,7 @@ def test_first_step_is_the_polar_factor(run):
 
 @both
 def test_first_step_for_p_2_is_the_transposed_inverse(run):
-    same(updates(run, [BY_HAND], p=2, **PLAIN)[0], np.array([[2.0, 0.0], [-1.0, 3.0]]) / 6.0)
+    same(updates(run, [BY_HAND], **{**PLAIN, "p": 2})[0], np.array([[2.0, 0.0], [-1.0, 3.0]]) / 6.0)
 
 
 @both
@@ -55,22 +55,22 @@ def test_first_step_for_p_2_is_the_transposed_inverse(run):
 def test_first_step_for_any_p(p, exponent, run):
     """``L^{-1/p} U S V^T R^{-1/p} = U S^{1 - 4/p} V^T``."""
     U, s, Vt = svd()
-    same(updates(run, [(U * s) @ Vt], p=p, **PLAIN)[0], (U * s**exponent) @ Vt)
+    same(updates(run, [(U * s) @ Vt], **{**PLAIN, "p": p})[0], (U * s**exponent) @ Vt)
 
 
 @both
 def test_one_factor_is_half_as_far_from_the_root(run):
-    """A side that is too long has no factor, and p = 2 for the other: ``(G G^T)^{-1/2} G`` is again the polar factor."""
+    """A side that is too long has no factor, and p = 2k = 2 for the other: ``(G G^T)^{-1/2} G`` is again the polar factor."""
     U, s, Vt = svd(3, 6)
     same(updates(run, [(U * s) @ Vt], max_factor_dim=5, **PLAIN)[0], U @ Vt)
-    same(updates(run, [((U * s) @ Vt).T], max_factor_dim=5, p=4, **PLAIN)[0], ((U * s**0.5) @ Vt).T)
+    same(updates(run, [((U * s) @ Vt).T], max_factor_dim=5, **{**PLAIN, "p": 4})[0], ((U * s**0.5) @ Vt).T)
 
 
 @both
 @pytest.mark.parametrize("shape", [(5,), (5, 1), (1, 1, 5), (4, 3), (4, 2, 3), (3, 2, 1, 2, 2)])
 @pytest.mark.parametrize("p", [None, 3])
 def test_rank_one_gradient(p, shape, run):
-    """Each of the k factors has one eigenvalue ``||G||^2``: ``U = G (||G||^2 + eps)^{-k/p}``, and p = 2k by default."""
+    """Each of the k factors has one eigenvalue ``||G||^2``: ``U = G (||G||^2 + eps)^{-k/p}``, and None is p = 2k."""
     draw = np.random.default_rng(0)
     G = reduce(np.multiply.outer, [draw.standard_normal(n) for n in shape])
     k = sum(n > 1 for n in shape)
@@ -175,14 +175,40 @@ def test_staggered_blocks_take_turns(stacking, run):
 
 
 @both
+@pytest.mark.parametrize("stacking", STACKINGS)
+def test_young_staggered_blocks_take_turns_of_growing_length(stacking, run):
+    """All in every step until the 8th gradient, then those of even and of odd number in turn, from the 16th on one in four.
+
+    Block j is due at step t when t - 1 + j is divisible by 1, 2, 4: block 0 at 7, 9, ..., 15, 17, 21; block 1 at 7, 8, 10, ..., 14, 16, 20.
+    """
+    U, s, Vt = svd()
+    G = np.concatenate([(U * s) @ Vt] * 4, axis=1)
+    options = {**PLAIN, "update_freq": 10, "refresh": "staggered", "block_size": 6, "stacking": stacking}
+    found = updates(run, [G] * 22, **options)
+    odd = [1, 2, 3, 4, 5, 6, 7, 7, 9, 9, 11, 11, 13, 13, 15]
+    even = [1, 2, 3, 4, 5, 6, 7, 8, 8, 10, 10, 12, 12, 14, 14]
+    turns = (
+        [*odd, 15, 17, 17, 17, 17, 21, 21],
+        [*even, 16, 16, 16, 16, 20, 20, 20],
+        [*odd, 15, 15, 15, 19, 19, 19, 19],
+        [*even, 14, 14, 18, 18, 18, 18, 22],
+    )
+    for j, tau in enumerate(turns):
+        same(found[:, :, 6 * j : 6 * j + 6], np.array([i**-0.5 * (U @ Vt) for i in tau]))
+
+
+@both
 def test_zero_gradient_has_the_identity_for_a_root_unless_it_is_damped(run):
     """Refreshed at steps 1 and 4: raw gradients in between, then the sum of three equal terms."""
     U, s, Vt = svd()
     G = (U * s) @ Vt
-    found = updates(run, [0 * G, G, G, G], **{**PLAIN, "update_freq": 3})
+    found = updates(run, [0 * G, G, G, G], **{**PLAIN, **OLD, "update_freq": 3})
     same(found, np.array([0 * G, G, G, 3**-0.5 * (U @ Vt)]))
-    found = updates(run, [0 * G, G], **{**PLAIN, "update_freq": 3, "damping": 0.1})
+    found = updates(run, [0 * G, G], **{**PLAIN, **OLD, "update_freq": 3, "damping": 0.1})
     same(found, np.array([0 * G, 0.1**-0.5 * G]))  # what is damped has a root: 0.1^{-1/4} on either side
+    # while factors are young the next step refreshes again: sums of one, two, three terms
+    found = updates(run, [0 * G, G, G, G], **{**PLAIN, "update_freq": 3})
+    same(found, np.array([0 * G, U @ Vt, 2**-0.5 * (U @ Vt), 3**-0.5 * (U @ Vt)]))
 
 
 @both
@@ -210,7 +236,14 @@ def test_rotated_gradients_give_rotated_steps(grafting, run):
     """``Q U P^T`` for ``Q G P^T``: nothing acts on single entries. (A norm of row sums does, so the damping is absolute.)"""
     Q, P = orthogonal(5, 1).numpy(), orthogonal(7, 2).numpy()
     gradients = [each[0] for each in problem([(5, 7)], steps=8)[1]]
-    options = {"grafting": grafting, "update_freq": 3, "damping": 0.1, "rel_damping": 0.0, "momentum": 0.9}
+    options = {
+        "grafting": grafting,
+        **OLD,
+        "update_freq": 3,
+        "damping": 0.1,
+        "rel_damping": 0.0,
+        "momentum": 0.9,
+    }
     expected = Q @ updates(run, gradients, **options) @ P.T
     same(updates(run, [Q @ G @ P.T for G in gradients], **options), expected, 1e-11)
 
@@ -223,7 +256,7 @@ def test_permuted_gradients_give_permuted_steps(block_size, grafting, run):
     gradients = [each[0] for each in problem([(8, 12)], steps=8)[1]]
     rows = np.array([5, 4, 7, 6, 1, 3, 0, 2])
     columns = np.array([8, 9, 11, 10, 0, 2, 1, 3, 7, 6, 5, 4])
-    options = {"block_size": block_size, "grafting": grafting, "update_freq": 3}
+    options = {"block_size": block_size, "grafting": grafting, **OLD, "update_freq": 3}
     expected = updates(run, gradients, **options)
     moved = updates(run, [G[rows][:, columns] for G in gradients], **options)
     same(moved, expected[:, rows][:, :, columns], 1e-9)
@@ -235,7 +268,7 @@ def test_permuted_gradients_give_permuted_steps(block_size, grafting, run):
 def test_order_of_the_parameters_does_not_matter(stacking, run):
     starts, gradients = problem(ALL_SHAPES, "missing", steps=8)
     order = np.random.default_rng(0).permutation(len(starts))
-    options = {"lr": 0.01, "block_size": 4, "update_freq": 3, "stacking": stacking}
+    options = {"lr": 0.01, "block_size": 4, **OLD, "update_freq": 3, "stacking": stacking}
     expected = run([{"params": starts}], gradients, **options)[-1]
     found = run(
         [{"params": [starts[i] for i in order]}], [[each[i] for i in order] for each in gradients], **options
@@ -244,7 +277,7 @@ def test_order_of_the_parameters_does_not_matter(stacking, run):
         np.testing.assert_allclose(W, expected[i], rtol=1e-11, atol=1e-12)
 
 
-OPTIONS = {"block_size": 4, "update_freq": 3, "start_step": 2, "momentum": 0.9, "one_d": "dash"}
+OPTIONS = {**OLD, "block_size": 4, "update_freq": 3, "start_step": 2, "momentum": 0.9, "one_d": "dash"}
 
 
 @both

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dash_optim import DASH, Plan, param_groups, plan_block_size
 from dash_optim.grafting import Adam
+from dash_optim.planning import PlanRow
 from matroots import EVD, Chebyshev, CoupledNewton, Minimax, NewtonDB, Rational
 
 SHAPES = [(33, 20), (64, 64), (7,), (), (1, 40), (6, 4, 3, 3), (5, 2, 4), (50, 3), (0, 4), (33, 20)]
@@ -100,7 +101,7 @@ def in_place(like: torch.Size, a: torch.Size, b: torch.Size, *args: Any, **keywo
 def test_operations_of_a_step_are_those_that_torch_counts(options: dict[str, Any]) -> None:
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     for row in plan_block_size(params, block_sizes=(8, 32), **options).rows:
-        opt = with_gradients(DASH(params, block_size=row.block_size, **options))
+        opt = with_gradients(DASH(params, block_size=row.block_size, refresh_young=False, **options))
         opt.step()  # computes the roots
         with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: in_place}) as counter:
             opt.step()
@@ -141,6 +142,34 @@ def test_products_of_a_refresh_are_those_that_are_computed(
     opt.step()
     assert row.refresh_operations == sum(spent) > 0
     assert row.mean_operations == pytest.approx(row.step_operations + row.refresh_operations / 4)
+
+
+def test_mean_operations_are_those_of_a_long_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the ``4 update_freq``-th gradient on; before, factors are young and more roots are computed."""
+    import dash_optim.refresh as module
+
+    solve, roots = module.inv_root_ex, [0]
+
+    def counted(A: Tensor, *args: Any, **keywords: Any) -> Any:
+        roots[-1] += len(A)
+        return solve(A, *args, **keywords)
+
+    monkeypatch.setattr(module, "inv_root_ex", counted)
+    param = nn.Parameter(torch.zeros(32, 32))
+    opt = with_gradients(DASH([param], block_size=16, update_freq=5))
+    for _ in range(60):
+        opt.step()
+        roots.append(0)
+    factors = 2 * 4
+    assert sum(roots[20:60]) == 40 / 5 * factors
+    assert sum(roots[:20]) > 2 * 20 / 5 * factors
+    young, old = (
+        plan_block_size([param], block_sizes=[16], update_freq=5, refresh_young=young).rows[0]
+        for young in (True, False)
+    )
+    assert young == old
+    assert young.mean_operations == pytest.approx(young.step_operations + young.refresh_operations / 5)
+    assert "in the long run" in str(PlanRow.__doc__)
 
 
 def test_poles_and_eigendecompositions_are_counted_in_operations() -> None:

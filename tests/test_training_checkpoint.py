@@ -491,7 +491,7 @@ def test_shared_storage_stays_shared(tmp_path: Path) -> None:
 def test_an_optimizer_goes_on_to_the_bit(tmp_path: Path) -> None:
     def begin() -> tuple[nn.Parameter, DASH]:
         w = nn.Parameter(torch.linspace(-1, 1, 48).reshape(8, 6))
-        return w, DASH([w], lr=0.05, block_size=4, update_freq=3, momentum=0.9)
+        return w, DASH([w], lr=0.05, block_size=4, update_freq=3, refresh_young=False, momentum=0.9)
 
     def train(w: nn.Parameter, optimizer: DASH, steps: range) -> None:
         for step in steps:
