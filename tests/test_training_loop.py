@@ -202,8 +202,12 @@ def test_times_add_up_and_are_means(tmp_path, data):
 
 
 def test_roots_are_counted_by_factor_and_step(tmp_path, data):
-    outcome = train(tiny(data, training={"steps": 10}), tmp_path, quiet=True)
-    assert outcome.roots == pytest.approx(3 / 10)  # in steps 1, 5 and 9
+    def roots(young):
+        job = tiny(data, training={"steps": 10}, optimizer={"refresh_young": young})
+        return train(job, tmp_path / f"{young}", quiet=True).roots
+
+    assert roots(False) == pytest.approx(3 / 10)  # in steps 1, 5 and 9
+    assert roots(True) == pytest.approx(8 / 10)  # in steps 1 to 7 and 9
     assert train(tiny(data, optimizer={"type": "adamw"}), tmp_path / "a", quiet=True).roots is None
 
 
@@ -212,7 +216,7 @@ def test_rates_of_groups_keep_their_ratio(tmp_path, data):
     run = Run(tiny(data, optimizer=options), load_corpus(str(data)), torch.device("cpu"))
     assert run.optimizers.set_rate(0.5) == 0.005
     rates = {group["name"]: group["lr"] for group in run.optimizers.dash.param_groups}
-    assert rates == {"matrices": 0.005, "embeddings": 0.005, "heads": 0.0005, "vectors": 0.005}
+    assert rates == {"matrices": 0.005, "embeddings": 0.00125, "heads": 0.0005, "vectors": 0.00125}
 
 
 def test_diagnostics_join_the_metrics(tmp_path, data):
