@@ -34,18 +34,18 @@ USUAL: Final[dict[str, dict[str, Any]]] = {
 which AdamW's rates fit. The type's own defaults hold for the rest."""
 
 RATES: Final = {
-    "dash": 2e-2,
-    "adamw": 5e-3,
-    "adam": 5e-3,
+    "dash": 1e-2,
+    "adamw": 3e-3,
+    "adam": 3e-3,
     "sgd": 1e-1,
     "muon": 2e-2,
     "soap": 1e-2,
     "shampoo": 1e-2,
 }
-"""Peak learning rates that a job starts from: the best of the study's at the 0.9m preset (docs/studies)."""
+"""Peak learning rates that a job starts from: the best that were tried at the 0.9m preset (docs/studies/better.md)."""
 
 BESIDE: Final = 0.25
-"""The rate of the AdamW that updates what DASH and Muon do not, as a share of theirs: AdamW's best rates are that much lower."""
+"""The rate of the AdamW that updates what DASH and Muon do not, as a share of theirs: AdamW's own best rates are lower by about that much."""
 
 
 class Optimizers:
