@@ -760,7 +760,7 @@ def test_a_disk_that_is_full_is_one_line(tmp_path, data, capsys, monkeypatch):
     [
         ("matplotlib.figure", [], 'pip install "matroots[train]"'),
         ("rich.console", [], 'pip install "matroots[train]"'),
-        ("yaml", ["settings.yaml"], "pip install 'matroots[config]'"),
+        ("yaml", ["settings.yaml"], 'pip install "matroots[train]"'),
         ("torch.utils.tensorboard", ["tensorboard=true"], "pip install tensorboard"),
     ],
 )
@@ -909,3 +909,15 @@ def test_what_came_of_a_run_can_be_read_again(tmp_path):
             Outcome.read(tmp_path)
     assert perplexity(1e4) == math.inf
     assert math.isnan(perplexity(math.nan))
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "sweep", "study"])
+def test_without_yaml_every_command_says_what_to_install(tmp_path, monkeypatch, capsys, command):
+    from dash_optim.__main__ import main
+
+    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    assert main([command, "steps=2", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert 'yaml, which cannot be imported: install the extra with pip install "matroots[train]"' in said
+    assert not (tmp_path / "out").exists()

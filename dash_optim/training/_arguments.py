@@ -16,7 +16,7 @@ from dash_optim.training.outcome import Outcome
 from dash_optim.training.settings import Job, assign, override, read_job, section_of
 from dash_optim.training.stop import handling
 from matroots import _command
-from matroots._command import InputError, MissingExtraError, Parser, unique
+from matroots._command import InputError, Parser, unique
 from matroots.studies._report import Report, check_folder, circumstances, require_extras, say, show, write
 
 WHO = "dash_optim"
@@ -88,7 +88,7 @@ def guarded(work: Callable[[], object], kept: str) -> int:
 
 def mapping_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the command line as one mapping of sections; nothing is started before they and ``--out`` are known to be usable."""
-    require_extras("training needs", "train")
+    require_extras("training needs", "train", also=["yaml"])
     check_folder(options.out)
     merged: dict[str, Any] = {}
     for text in options.settings:
@@ -172,8 +172,6 @@ def _read(path: Path) -> Mapping[str, Any]:
 
     try:
         found = read_yaml(path)
-    except ImportError as error:
-        raise MissingExtraError(str(error)) from error
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:  # yaml's errors are

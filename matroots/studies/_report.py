@@ -59,9 +59,9 @@ class Report:
     notes: Sequence[str] = field(default_factory=list)
 
 
-def require_extras(who: str = "studies need", extra: str = "study") -> None:
-    """Raise :class:`MissingExtraError`, which says what to install, unless matplotlib and rich can be imported."""
-    for name in ("matplotlib.figure", "rich.console"):
+def require_extras(who: str = "studies need", extra: str = "study", also: Sequence[str] = ()) -> None:
+    """Raise :class:`MissingExtraError`, which says what to install, unless matplotlib, rich and the modules named by ``also`` can be imported."""
+    for name in ("matplotlib.figure", "rich.console", *also):
         try:
             import_module(name)
         except ImportError as error:
