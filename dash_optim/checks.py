@@ -65,7 +65,7 @@ def check_parameter(group: dict[str, Any], param: Tensor) -> None:
         recipe = recipe_of(group)
         p = recipe.exponent(factors)
         try:
-            recipe.solver_for(p)
+            recipe.solver_for(p, param.device)
             if recipe.refresh == "certified":
                 fraction_of(p)
         except ValueError as error:

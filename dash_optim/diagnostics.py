@@ -235,7 +235,7 @@ def summarise(
         factors = ", ".join(f"{stack.blocks * len(side.dims)} factors of {side.size}" for side in stack.sides)
         shape = "x".join(map(str, stack.shape))
         lines.append(
-            f"stack: {stack.blocks} blocks of {shape} from {len(stack.members)} parameters, {factors}, p = {float(stack.p):g}, {stack.recipe.solver_for(stack.p)},"
+            f"stack: {stack.blocks} blocks of {shape} from {len(stack.members)} parameters, {factors}, p = {float(stack.p):g}, {stack.recipe.solver_for(stack.p, stack.device)},"
             f" {stack.dtype}".replace("torch.", "")
         )
     kinds = state_bytes(state)

@@ -183,7 +183,7 @@ def _row(
     opt = DASH(
         [{**group, "params": list(group["params"])} for group in groups], **{**options, "block_size": size}
     )
-    work, mean = _work(opt.build_state())
+    work, mean = _work(opt.build_state(), devices)
     layers, fullest = defaultdict(list), dict.fromkeys(devices.values(), 0)
     for group in opt.param_groups:
         for param in dict.fromkeys(group["params"]):
@@ -210,16 +210,18 @@ def _row(
     )
 
 
-def _work(stacks: Sequence[Stack]) -> tuple[dict[Tensor, tuple[float, float, float]], float]:
+def _work(
+    stacks: Sequence[Stack], devices: Mapping[Tensor, torch.device]
+) -> tuple[dict[Tensor, tuple[float, float, float]], float]:
     """Return (blocks, operations of a step, of a refresh) of each parameter, and the operations of a step on average, in the long run."""
     found: dict[Tensor, tuple[float, float, float]] = defaultdict(lambda: (0, 0.0, 0.0))
     mean = 0.0
     for stack in stacks:
-        recipe = stack.recipe
+        recipe, device = stack.recipe, devices[stack.members[0].param]
         sides = [stack.shape[dim] for dim in stack.factored]
         # each factor gains a product G G^T, and one more of that size applies its root
         step = 4.0 * math.prod(stack.shape) * sum(sides)
-        refresh = sum(2.0 * n**3 * products_per_root(recipe, stack.p, n, stack.dtype) for n in sides)
+        refresh = sum(2.0 * n**3 * products_per_root(recipe, stack.p, n, stack.dtype, device) for n in sides)
         often = math.nan if recipe.refresh == "certified" else 1 / recipe.update_freq
         mean += stack.blocks * (step + refresh * often)
         for member in stack.members:
@@ -230,16 +232,16 @@ def _work(stacks: Sequence[Stack]) -> tuple[dict[Tensor, tuple[float, float, flo
 
 
 @lru_cache(maxsize=1024)
-def products_per_root(recipe: Recipe, p: Exponent, n: int, dtype: torch.dtype) -> float:
+def products_per_root(recipe: Recipe, p: Exponent, n: int, dtype: torch.dtype, device: torch.device) -> float:
     """Return how many products of ``n x n`` matrices a root takes by the recipe's solver; NaN where that is not known beforehand.
 
     The solver is asked: it solves one small matrix whose spectrum reaches down to the damping, with its own count of products. That count depends on n only
     through a tolerance, which is scaled. Methods without a fixed schedule may take fewer for a factor that is better conditioned.
     """
-    solver = recipe.solver_for(p)
+    solver = recipe.solver_for(p, device)
     if solver == "auto" and recipe.tol is not None:
         return math.nan
-    keywords = recipe.keywords(p, n, dtype)
+    keywords = recipe.keywords(p, n, dtype, device)
     m = min(n, _PROBE)
     if keywords["tol"] is not None:
         keywords["tol"] *= math.sqrt(m / n)  # the same relative error in each eigenvalue

@@ -93,7 +93,7 @@ def _refresh_part(stack: Stack, sides: Sides, which: slice | Tensor, t: Tensor) 
     steps = t.repeat(len(sides.dims))[which]
     c = correction(recipe.beta_factors if recipe.bias_correction else 1.0, steps)
     damping = recipe.damping * c if recipe.damping else 0.0
-    keywords = recipe.keywords(stack.p, sides.size, F.dtype)
+    keywords = recipe.keywords(stack.p, sides.size, F.dtype, F.device)
     result = inv_root_ex(F, stack.p, damping=damping, **keywords)
     X = result.root.mul_((c ** (1 / p)).to(F.dtype).reshape(-1, 1, 1))
     failed = result.status >= int(Status.DIVERGED)

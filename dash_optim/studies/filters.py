@@ -101,7 +101,7 @@ def _report(groups: Groups, layout: _Layout, settings: Settings) -> Report:
     tables = [
         _solvers(groups, cells),
         cross_table(
-            "Exact roots (0.5 %): loss by exponent p and relative damping",
+            "Exact roots (2 %): loss by exponent p and relative damping",
             "p",
             groups,
             {**cells["exponent"], **cells["exponent, every step"]},
@@ -113,7 +113,7 @@ def _report(groups: Groups, layout: _Layout, settings: Settings) -> Report:
         key=lambda label: float(np.mean(losses(groups[label]))),
     )
     summary = f"The lowest loss of all exact filters is that of {best}: {np.mean(losses(groups[best])):.3f}."
-    caption = "Mean loss on held-out text against the exponent, one line for each relative damping (roots exact to 0.5 %, Adam grafting)."
+    caption = "Mean loss on held-out text against the exponent, one line for each relative damping (roots exact to 2 %, Adam grafting)."
     return Report(
         name="filters",
         title=title,
