@@ -41,7 +41,7 @@ def nonfinite(active: Active) -> Tensor | None:
     for group, params in active:
         for param in params:
             if param.grad is not None and param.grad.numel():
-                alike[param.device, param.grad.dtype, _ceiling(group, param)].append(param.grad)
+                alike[param.device, param.grad.dtype, ceiling(group, param)].append(param.grad)
     bad = [_too_large(gradients, ceiling) for (_, _, ceiling), gradients in alike.items()]
     if len(bad) > 1:
         return torch.stack([one.to(bad[0].device) for one in bad]).any()
@@ -55,7 +55,7 @@ def describe_nonfinite(active: Active, state: Mapping[Tensor, dict[str, Any]]) -
             grad = param.grad
             if grad is None:
                 continue
-            good = grad.abs() <= _ceiling(group, param) / math.sqrt(grad.numel())
+            good = grad.abs() <= ceiling(group, param) / math.sqrt(grad.numel())
             if bool(good.all()):
                 continue
             finite = grad[good].double()
@@ -69,7 +69,7 @@ def describe_nonfinite(active: Active, state: Mapping[Tensor, dict[str, Any]]) -
     return "gradients: not finite"
 
 
-def _ceiling(group: dict[str, Any], param: Tensor) -> float:
+def ceiling(group: dict[str, Any], param: Tensor) -> float:
     """Return the norm of a gradient up to which the averages of its squares cannot overflow: an infinity would never leave them."""
     in_double = param.dtype == torch.float64 and group["factor_dtype"] != torch.float32
     return math.sqrt(torch.finfo(torch.float64 if in_double else torch.float32).max)

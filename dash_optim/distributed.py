@@ -1,0 +1,520 @@
+"""The optimizer on several ranks: each owns some blocks, is brought their gradients, and sends back their steps.
+
+`Sharing` gives each block one owner (:mod:`dash_optim.balance`). The owner's blocks are an optimizer of their own, a plain `DASH` over *proxies*: tensors of zeros that after
+its step hold what the parameters are to be moved by. Of parameters that every rank has whole (DistributedDataParallel) no gradients travel: every rank has the mean. Of
+parameters that are sharded on dimension 0 (``fully_shard``) owners are brought the rows of their blocks. Steps go to whoever holds a part of the block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from dash_optim.balance import assign, items_of
+from dash_optim.checks import check_state
+from dash_optim.distributed_agreement import Notes, Owner, check_norms, check_options, notes_of
+from dash_optim.distributed_checkpoint import Pieces, pieces_of, rows_of
+from dash_optim.distributed_exchange import Exchange, Flight
+from dash_optim.distributed_layout import Cell, Holding, Layout, Part, chunk_rows, parts_of
+from dash_optim.gradients import NonfiniteGradientError, describe_nonfinite, with_gradient
+from dash_optim.names import label, parameter_name
+from dash_optim.proxies import Proxies
+
+if TYPE_CHECKING:
+    from dash_optim.dash import DASH
+
+Taken = tuple[dict[Tensor, dict[str, Any]], list[int]]
+"""The state of each proxy, and the number of steps of each parameter."""
+
+_FINE, _AFTER_STEP, _BROKEN = 0.0, 1.0, 2.0
+
+
+class PeerError(RuntimeError):
+    """Another rank has failed, or can no longer be reached; the message names it and what it said."""
+
+
+def sharing_group(
+    groups: Iterable[dict[str, Any]], given: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Return the ranks that share the work: those named, or those that parameters are sharded over; None for a process on its own.
+
+    Raises:
+        ValueError: for parameters that are sharded over different ranks, or in another way than on dimension 0.
+    """
+    found: dist.ProcessGroup | None = None
+    for group in groups:
+        for param in group["params"]:
+            if not isinstance(param, DTensor):
+                continue
+            own = param.device_mesh.get_group(_sharded_dim(group, param))
+            if found is not None and own != found:
+                raise ValueError(
+                    f"{parameter_name(group, param)}: is sharded over other ranks than the parameters before it; DASH shares its work over one group"
+                )
+            found = own
+    if found is not None and given is not None and given != found:
+        raise ValueError("process_group: parameters are sharded over other ranks; leave it out")
+    if found is not None:
+        return found
+    return given if given is not None and dist.get_world_size(given) > 1 else None
+
+
+def _sharded_dim(group: dict[str, Any], param: DTensor) -> int:
+    """Return the dimension of the mesh that dimension 0 of a parameter is sharded over."""
+    sharded = [(i, place) for i, place in enumerate(param.placements) if not isinstance(place, Replicate)]
+    # a strided shard, of fully_shard over tensor parallelism, is a kind of Shard for some releases of torch
+    if len(sharded) != 1 or type(sharded[0][1]) is not Shard or sharded[0][1].dim != 0:
+        raise ValueError(
+            f"{parameter_name(group, param)}: expected Shard(0) over one dimension of the mesh, as fully_shard leaves parameters, and copies over the others; got"
+            f" {param.placements}. Blocks of tensor-parallel parameters are on several ranks: give those to another optimizer"
+        )
+    return sharded[0][0]
+
+
+class Sharing:
+    """The work of one optimizer, shared over a group of ranks; see the module.
+
+    Args:
+        optimizer: whose parameters these are.
+        group: the ranks.
+        wire: dtype in which steps travel; None: that of the parameter.
+    """
+
+    def __init__(self, optimizer: DASH, group: dist.ProcessGroup, wire: torch.dtype | None) -> None:
+        self.optimizer, self.group = optimizer, group
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.owners: list[Owner] = [
+            (g, param) for g in optimizer.param_groups for param in dict.fromkeys(g["params"])
+        ]
+        devices = sorted({str(_local(param).device) for _, param in self.owners})
+        if len(devices) > 1:
+            raise ValueError(f"params: expected all on one device of each rank, got {devices}")
+        self.device = torch.device(devices[0])
+        self.layout = self._laid_out()
+        wires = [_wire(param, wire) for _, param in self.owners]
+        dtypes = [param.dtype for _, param in self.owners]
+        self.exchange = Exchange(self.layout, group, dtypes, wires, self.device)
+        self.parts = self.layout.parts[self.rank]
+        self.proxies = [
+            torch.zeros(part.shape, dtype=_working(self.owners[part.param][1]), device=self.device)
+            for part in self.parts
+        ]
+        shapes = {proxy: part.geometry for proxy, part in zip(self.proxies, self.parts, strict=True)}
+        self.inner = Proxies(self._groups(), optimizer.defaults, shapes, self._phases())
+        self.steps = [0] * len(self.owners)
+
+    def _laid_out(self) -> Layout:
+        """Give every block an owner, and rows that AdamW updates as well; where somebody alone holds them, to them."""
+        holdings = tuple(self._holding(group, param) for group, param in self.owners)
+        geometries = [holding.geometry for holding in holdings]
+        items = [
+            item
+            for item in items_of(self.optimizer.param_groups, geometries)
+            if item.blocks is not None or holdings[item.param].rows is None
+        ]
+        self.assignment = assign(items, self.ranks)
+        parts = parts_of(items, self.assignment, geometries, [holding.shape for holding in holdings])
+        for i, holding in enumerate(holdings):
+            if holding.rows is None or geometries[i].classes:
+                continue
+            for own, (first, stop) in zip(parts, holding.rows, strict=True):
+                part = Part(i, None, (first, stop), (stop - first, *holding.shape[1:]))
+                if part.elements:
+                    own.append(part)
+        return Layout(holdings, tuple(tuple(own) for own in parts))
+
+    def _holding(self, group: dict[str, Any], param: Tensor) -> Holding:
+        shape = tuple(param.shape)
+        rows = None
+        if isinstance(param, DTensor):
+            rows = tuple(chunk_rows(shape[0], self.ranks))
+            first, stop = rows[self.rank]
+            if param.to_local().shape != (stop - first, *shape[1:]):
+                raise ValueError(
+                    f"{parameter_name(group, param)}: expected rows {first} to {stop} on rank {self.rank}, as torch.chunk cuts dimension 0, got {tuple(param.to_local().shape)}"
+                )
+        return Holding(shape, self.optimizer.geometry_of(group, param), rows)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return groups of this rank's proxies, one for each of the optimizer's; weight decay is for the holders of parameters."""
+        groups = []
+        for outer in self.optimizer.param_groups:
+            mine = [
+                (proxy, label(outer, self.owners[part.param][1]))
+                for part, proxy in zip(self.parts, self.proxies, strict=True)
+                if self.owners[part.param][0] is outer
+            ]
+            named = {"params": [proxy for proxy, _ in mine], "param_names": [name for _, name in mine]}
+            groups.append({**outer, **named, "weight_decay": 0.0})
+        return groups
+
+    def _phases(self) -> dict[Tensor, int]:
+        """Return how many blocks the optimizer's parameters before that of a proxy have."""
+        before = [0]
+        for holding in self.layout.holdings:
+            before.append(before[-1] + holding.geometry.blocks)
+        return {proxy: before[part.param] for proxy, part in zip(self.proxies, self.parts, strict=True)}
+
+    def step(self) -> bool:
+        """Take a step with those parameters that have a gradient on any rank; return whether it was taken.
+
+        Raises:
+            NonfiniteGradientError: before anything changes, with ``nonfinite="raise"``, on ranks with such a gradient.
+            ValueError: on all ranks, where gradients or options differ that should not; nothing has changed.
+            PeerError: when another rank has failed or has ended.
+        """
+        gradients, present = self._agree()
+        if present is None:
+            return False
+        self._follow_options()
+        seen = [
+            None if gradient is None else holding.seen(gradient)[0]
+            for gradient, holding in zip(gradients, self.layout.holdings, strict=True)
+        ]
+        with self._reaching("bringing gradients to their owners"):
+            self.exchange.bring(seen, self._proxy_gradients(present), present)
+        flights: list[Flight] = []
+        error: Exception | None = None
+        for preconditioned in (False, True):  # what AdamW has done travels while roots are computed
+            try:
+                if error is None:
+                    self._update(present, preconditioned)
+            except Exception as problem:  # whatever it is: the others wait for this rank
+                error = problem
+            with self._reaching("sending steps"):
+                flights += self.exchange.send(self.proxies, present, preconditioned)
+        self.steps = [count + there for count, there in zip(self.steps, present, strict=True)]
+        self._finish(flights, present, error)
+        return True
+
+    # state
+
+    def whole_state(self) -> dict[Tensor, dict[str, Any]]:
+        """Return the state that one process alone would have, on the meta device: its names, shapes and dtypes."""
+        twins = {
+            param: torch.empty(param.shape, dtype=param.dtype, device="meta") for _, param in self.owners
+        }
+        groups = [
+            {**g, "params": [twins[p] for p in dict.fromkeys(g["params"])]}
+            for g in self.optimizer.param_groups
+        ]
+        shapes = {twins[param]: self.layout.holdings[i].geometry for i, (_, param) in enumerate(self.owners)}
+        alone = Proxies(groups, self.optimizer.defaults, shapes, dict.fromkeys(shapes, 0))
+        alone.build_state()
+        return {param: dict(alone.state[twin]) for param, twin in twins.items()}
+
+    def shown_state(self) -> dict[Tensor, dict[str, Any]]:
+        """Return the state of every parameter that has seen a gradient, as views: what this rank owns of it is `Pieces`."""
+        whole = self.whole_state()
+        shown: dict[Tensor, dict[str, Any]] = {}
+        for i, (_, param) in enumerate(self.owners):
+            if not self.steps[i]:
+                continue
+            own: dict[str, Any] = {
+                "step": torch.tensor(float(self.steps[i]), dtype=torch.float32, device=self.device)
+            }
+            for key, value in whole[param].items():
+                if key == "calls":
+                    own[key] = self.steps[i]
+                elif key != "step":
+                    own[key] = self._pieces(i, key, value)
+            shown[param] = own
+        return shown
+
+    def _pieces(self, param: int, key: str, whole: Tensor) -> Pieces:
+        """Return this rank's pieces of one tensor of a parameter's state."""
+        shards: list[tuple[int, Tensor]] = []
+        for proxy, part in zip(self.proxies, self.parts, strict=True):
+            if part.param == param and part.owns(key):
+                own = self.inner.state[proxy][key]
+                shards += pieces_of(whole, part.rows, own).shards
+        return Pieces(whole.shape, whole.dtype, self.device, sorted(shards, key=lambda shard: shard[0]))
+
+    def taken_from(self, state: Mapping[Tensor, dict[str, Any]]) -> Taken:
+        """Return what this rank owns of a loaded state, whole or in pieces.
+
+        Raises:
+            ValueError: where a piece that this rank owns is not there.
+        """
+        whole = self.whole_state()
+        found: dict[Tensor, dict[str, Any]] = {}
+        for proxy, part in zip(self.proxies, self.parts, strict=True):
+            group, param = self.owners[part.param]
+            own = state.get(param, {})
+            if "step" not in own:
+                continue
+            check_state(group, param, self.layout.holdings[part.param].geometry, own)
+            found[proxy] = {
+                "step": torch.as_tensor(own["step"]).detach().clone().to(self.device, torch.float32)
+            }
+            if part.blocks is not None:
+                found[proxy]["calls"] = int(own["calls"])
+            for key in filter(part.owns, whole[param]):
+                rows = rows_of(own[key], part.rows) if key in own else None
+                if rows is None:
+                    raise ValueError(
+                        f"state_dict: {key!r} of {parameter_name(group, param)} lacks what rank {self.rank} of {self.ranks} owns. It is what one rank of a run on several"
+                        " had: load it with torch.distributed.checkpoint, or save DASH.full_state_dict()"
+                    )
+                found[proxy][key] = rows.to(self.device)
+        return found, [int(state.get(param, {}).get("step", 0)) for _, param in self.owners]
+
+    def adopt(self, taken: Taken) -> None:
+        """Go on from what :meth:`taken_from` has returned."""
+        state, self.steps = taken
+        self.inner.replace_state(state)
+
+    def gathered_state(self, to: int | None) -> dict[Tensor, dict[str, Any]]:
+        """Return the whole state as one process would have it, on the rank ``to`` or on all; every rank has to call this."""
+        whole = self.whole_state()
+        kept = to is None or to == self.rank
+        found: dict[Tensor, dict[str, Any]] = {}
+        for i, (_, param) in enumerate(self.owners):
+            if self.steps[i] and kept:
+                found[param] = {
+                    key: torch.empty_like(value, device=self.device)
+                    if isinstance(value, Tensor)
+                    else self.steps[i]
+                    for key, value in whole[param].items()
+                }
+                found[param]["step"].fill_(self.steps[i])
+        for owner, parts in enumerate(self.layout.parts):
+            source = dist.get_global_rank(self.group, owner)
+            for j, part in enumerate(parts):
+                param = self.owners[part.param][1]
+                for key, value in whole[param].items():
+                    if not (self.steps[part.param] and part.owns(key)):
+                        continue
+                    if owner == self.rank:
+                        sent = self.inner.state[self.proxies[j]][key].contiguous()
+                    else:
+                        sent = torch.empty(_shape_of(part, value), dtype=value.dtype, device=self.device)
+                    with self._reaching("gathering the state"):
+                        dist.broadcast(sent, source, group=self.group)
+                    if kept:
+                        target = found[param][key]
+                        rows = target.reshape(1) if target.ndim == 0 else target
+                        rows[list(part.rows)] = sent
+        return found
+
+    def summary(self) -> str:
+        """Return what each rank owns."""
+        given = self.assignment
+        held = [_state_bytes(self.whole_state(), parts, self.owners) for parts in self.layout.parts]
+        lines = [
+            f"{'rank':>6} {'blocks':>8} {'elements':>14} {'operations a step':>18} {'bytes of state':>15}"
+        ]
+        for rank, parts in enumerate(self.layout.parts):
+            blocks = sum(len(part.places) for part in parts if part.blocks is not None)
+            elements = sum(part.elements for part in parts)
+            here = "  here" if rank == self.rank else ""
+            lines.append(
+                f"{rank:>6} {blocks:>8} {elements:>14,} {given.loads[rank]:>18.3g} {held[rank]:>15,}{here}"
+            )
+        return "\n".join(
+            [
+                *lines,
+                f"imbalance: {given.imbalance:.3f}, the largest of the operations over what they could be at best",
+            ]
+        )
+
+    # a step
+
+    def _follow_options(self) -> None:
+        """Give the proxies the options that their parameters have now."""
+        kept = ("params", "param_names", "weight_decay")
+        for outer, inner in zip(self.optimizer.param_groups, self.inner.param_groups, strict=True):
+            inner.update({name: value for name, value in outer.items() if name not in kept})
+
+    def _proxy_gradients(self, present: Sequence[bool]) -> list[Tensor]:
+        """Return memory for the gradient of each part, which the proxies of this step have as theirs."""
+        found = []
+        for proxy, part in zip(self.proxies, self.parts, strict=True):
+            if present[part.param] and proxy.grad is None:
+                proxy.grad = torch.zeros_like(proxy)
+            found.append(proxy if proxy.grad is None else proxy.grad)
+        return found
+
+    def _update(self, present: Sequence[bool], preconditioned: bool) -> None:
+        """Let the inner optimizer step with one kind of parts: proxies then hold by what to move."""
+        chosen = {
+            proxy: None
+            for proxy, part in zip(self.proxies, self.parts, strict=True)
+            if present[part.param] and (part.blocks is not None) == preconditioned
+        }
+        for proxy in chosen:
+            proxy.zero_()
+        if chosen:
+            self.inner.update(
+                [(group, [p for p in group["params"] if p in chosen]) for group in self.inner.param_groups]
+            )
+
+    def _finish(self, flights: Sequence[Flight], present: Sequence[bool], error: Exception | None) -> None:
+        """Move the parameters once all ranks have got that far; if one has failed, all do."""
+        own = _FINE if error is None else _AFTER_STEP if getattr(error, "after_step", False) else _BROKEN
+        with self._reaching("sending steps"):
+            worst = self._largest([own])[0]
+            for flight in flights:
+                flight.wait()
+        if worst < _BROKEN:
+            self._apply(flights, present)
+        if worst > _FINE:
+            self._fail(error)
+
+    def _apply(self, flights: Sequence[Flight], present: Sequence[bool]) -> None:
+        """Decay this rank's rows of the parameters and add what has arrived."""
+        seen = {
+            i: (local, *self.layout.holdings[i].seen(local))
+            for i, (_, param) in enumerate(self.owners)
+            if present[i]
+            for local in [_local(param)]
+        }
+        for cell, piece in self._arrived(flights, present):
+            group, _ = self.owners[cell.param]
+            move(seen[cell.param][1][cell.held], piece, group["lr"], group["weight_decay"])
+        for local, view, in_place in seen.values():
+            if not in_place:
+                local.copy_(view.view(local.shape))
+
+    def _arrived(self, flights: Sequence[Flight], present: Sequence[bool]) -> Iterator[tuple[Cell, Tensor]]:
+        for flight in flights:
+            yield from zip(flight.cells, flight.pieces, strict=True)
+        for preconditioned in (False, True):
+            yield from self.exchange.own(self.proxies, present, preconditioned)
+
+    # agreement
+
+    def _agree(self) -> tuple[list[Tensor | None], list[bool] | None]:
+        """Return this rank's gradients, and which parameters have one on any rank; None in its place if the step is to be left out."""
+        error: Exception | None = None
+        gradients: list[Tensor | None] = [None] * len(self.owners)
+        try:
+            for group in self.optimizer.param_groups:
+                with_gradient(group)
+            gradients = [None if param.grad is None else _local(param.grad) for _, param in self.owners]
+        except TypeError as problem:
+            error = problem
+        own = notes_of(
+            self.owners,
+            gradients,
+            [holding.rows is None for holding in self.layout.holdings],
+            self.optimizer.param_groups,
+            self.rank,
+            self.ranks,
+            failed=error is not None,
+        )
+        with self._reaching("agreeing on a step"):
+            all_ = own.unpacked(self._largest(own.packed()))
+        if all_.failed:
+            self._fail(error)
+        check_options(all_)
+        if all_.nonfinite:
+            if self.optimizer.defaults["nonfinite"] == "raise":
+                self._fail(self._describe_nonfinite() if own.nonfinite else None)
+            return gradients, None
+        check_norms(all_, self.owners)
+        with self._reaching("agreeing on a step"):
+            self._fill(gradients, all_)
+        return gradients, [holder > 0 for holder in all_.holder]
+
+    def _fill(self, gradients: list[Tensor | None], notes: Notes) -> None:
+        """Give a gradient to ranks that lack one which others have: that of the first rank that has it, or zeros for rows that it alone has."""
+        for i, (holder, lacking) in enumerate(zip(notes.holder, notes.lacking, strict=True)):
+            if not (holder and lacking):
+                continue
+            own, local = gradients[i], _local(self.owners[i][1])
+            filled = torch.zeros_like(local, memory_format=torch.contiguous_format) if own is None else own
+            if self.layout.holdings[i].rows is None:
+                filled = filled.contiguous()
+                source = dist.get_global_rank(self.group, self.ranks - int(holder))
+                dist.broadcast(filled, source, group=self.group)
+            gradients[i] = filled
+
+    def _describe_nonfinite(self) -> NonfiniteGradientError:
+        active = [
+            (group, [p for p in group["params"] if p.grad is not None])
+            for group in self.optimizer.param_groups
+        ]
+        return NonfiniteGradientError(describe_nonfinite(active, self.optimizer.state))
+
+    def _largest(self, values: Sequence[float]) -> list[float]:
+        """Return the largest of each number over all ranks."""
+        sent = torch.tensor(values, dtype=torch.float64, device="cpu").to(self.device)
+        dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.group)
+        found: list[float] = sent.tolist()
+        return found
+
+    def _fail(self, error: Exception | None) -> None:
+        """Raise this rank's error, or say which other rank has one; all ranks know that somebody has."""
+        said: list[str | None] = [None] * self.ranks
+        with self._reaching("ending after an error"):
+            dist.all_gather_object(said, error and f"{type(error).__name__}: {error}", group=self.group)
+        if error is not None:
+            raise error
+        rank, message = next((r, text) for r, text in enumerate(said) if text)
+        raise PeerError(f"rank {rank} has failed: {message}")
+
+    @contextmanager
+    def _reaching(self, doing: str) -> Iterator[None]:
+        """Say what was being done when another rank could not be reached."""
+        try:
+            yield
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {self.rank}: another rank has probably ended or hangs; {doing} failed: {error}. Start all ranks again from the last checkpoint"
+            ) from error
+
+
+def move(target: Tensor, step: Tensor, lr: float | Tensor, weight_decay: float) -> None:
+    """Decay a rectangle of a parameter and add a step, in place; rounded to the parameter's dtype once."""
+    working = target if target.dtype in (torch.float32, torch.float64) else target.float()
+    if weight_decay:
+        kept = 1 - lr * weight_decay
+        working.mul_(kept.to(working.device, working.dtype) if isinstance(kept, Tensor) else kept)
+    working.add_(step)
+    if working is not target:
+        target.copy_(working)
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def _working(param: Tensor) -> torch.dtype:
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def _wire(param: Tensor, asked: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a parameter's steps travel: float16 has no room for small ones, bfloat16 has."""
+    if asked is not None:
+        return asked
+    return torch.bfloat16 if param.dtype == torch.float16 else param.dtype
+
+
+def _shape_of(part: Part, whole: Tensor) -> tuple[int, ...]:
+    """Return the shape of a part's rows of a tensor of the state."""
+    return (len(part.rows), *whole.shape[1:])
+
+
+def _state_bytes(
+    whole: Mapping[Tensor, dict[str, Any]], parts: Sequence[Part], owners: Sequence[Owner]
+) -> int:
+    """Return the bytes of the state of some parts."""
+    total = 0
+    for part in parts:
+        own = whole[owners[part.param][1]]
+        rows = [
+            math.prod((len(part.rows), *own[key].shape[1:])) * own[key].itemsize
+            for key in filter(part.owns, own)
+        ]
+        total += sum(rows)
+    return total
