@@ -100,8 +100,12 @@ class Plan:
         for row in self.rows:
             mark = "" if row.fits is None else "  fits" if row.fits else "  too large"
             mark += ", the largest" if row is self.largest else ""
-            held = [_size(n) for n in (row.state_bytes, row.kinds.get("factor", 0), row.kinds.get("root", 0))]
-            work = [_count(n) for n in (row.step_operations, row.refresh_operations, row.mean_operations)]
+            held = [
+                in_bytes(n) for n in (row.state_bytes, row.kinds.get("factor", 0), row.kinds.get("root", 0))
+            ]
+            work = [
+                in_operations(n) for n in (row.step_operations, row.refresh_operations, row.mean_operations)
+            ]
             lines.append(
                 f"{_block(row.block_size):>10} {row.blocks:>8} {held[0]:>11} {held[1]:>11} {held[2]:>11}"
                 f" {work[0]:>8} {work[1]:>8} {work[2]:>8}{mark}"
@@ -119,7 +123,7 @@ class Plan:
             first = same[0]
             name = f"{first.count} of {'x'.join(map(str, first.shape))} {first.kind}"
             numbers = (
-                _size(layer.state_bytes) if what == "state" else _count(layer.refresh_operations)
+                in_bytes(layer.state_bytes) if what == "state" else in_operations(layer.refresh_operations)
                 for layer in same
             )
             yield f"{name:<56.56}" + "".join(f" {number:>10}" for number in numbers)
@@ -232,15 +236,15 @@ def _block(size: float) -> str:
     return "whole" if math.isinf(size) else str(int(size))
 
 
-def _size(count: float) -> str:
+def in_bytes(count: float) -> str:
     """Return bytes in the unit that suits them."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
     return f"{count / 2**10:.1f} KiB"
 
 
-def _count(operations: float) -> str:
+def in_operations(operations: float) -> str:
     """Return a number of operations with the prefix that suits it, "?" where it is not known."""
     if math.isnan(operations):
         return "?"
