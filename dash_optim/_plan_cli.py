@@ -90,7 +90,8 @@ def _parser() -> Parser:
 
 def _ranks(text: str) -> int:
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"expected an integer from 1 to {_MOST_RANKS}, got {text!r}")
+        hint = "; settings come before --world" if "=" in text or text.endswith((".yaml", ".yml")) else ""
+        raise argparse.ArgumentTypeError(f"expected an integer from 1 to {_MOST_RANKS}, got {text!r}{hint}")
     return int(text)
 
 

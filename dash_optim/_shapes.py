@@ -16,7 +16,7 @@ from dash_optim.shadows import twins_of
 from dash_optim.training.model import PRESETS, Architecture, Llama
 from dash_optim.training.optimizers import Optimizers
 from dash_optim.training.settings import Job
-from matroots._command import InputError
+from matroots._command import InputError, MissingExtraError
 
 PUBLISHED: Final[dict[str, Architecture]] = {
     "7b": Architecture(width=4096, layers=32, heads=32, hidden=11_008, context=4096, vocab=32_000),
@@ -83,8 +83,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         found = json.loads(path.read_text()) if path.suffix == ".json" else read_yaml(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except ImportError:
-        raise
+    except ImportError as error:
+        raise MissingExtraError(str(error)) from error
     except Exception as error:  # yaml's errors are its own
         raise InputError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(found, Mapping):
