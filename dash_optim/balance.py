@@ -87,6 +87,9 @@ def items_of(
 ) -> list[Item]:
     """Return what there is to own, parameter by parameter; every element of every parameter is in exactly one item.
 
+    Costs follow ``update_freq`` and the solver's own count of products, which for methods that stop by themselves is that of a small solve on this process's CPU: find owners
+    once, before schedulers change options, and where ranks have different CPUs take those of one rank.
+
     Args:
         groups: normalised, as ``DASH.param_groups``; parameters may be on any device, "meta" included.
         geometries: of each parameter, in the order of the groups, each parameter once (:func:`dash_optim.checks.route`).

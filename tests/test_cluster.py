@@ -165,6 +165,7 @@ def test_runs_are_counted_within_parameters() -> None:
     runs = [label for i, label in enumerate(labels) if i == 0 or label != labels[i - 1]]
     assert row.runs == max([owner for owner, _ in runs].count(rank) for rank in range(4))
     assert row.blocks == 8
+    assert spread(work, 1, Machine()).runs == 3  # one owner's runs end where parameters do
 
 
 def test_times_follow_from_the_constants() -> None:
