@@ -159,9 +159,9 @@ def head(work: Workload, what: str) -> list[str]:
         f"operations  {step} a step, {refresh} for all roots, {often} for roots in a step on average",
     ]
     if work.partly or work.wholly:
+        none = f", and {work.wholly} of them no other, so that AdamW updates them" if work.wholly else ""
         lines.append(
-            f"Note: {work.partly + work.wholly} parameters have sides above max_factor_dim, which get no factor, and {work.wholly} of them no other, so that AdamW"
-            " updates them: max_factor_dim=inf gives them all"
+            f"Note: {work.partly + work.wholly} parameters have sides above max_factor_dim, which get no factor{none}; max_factor_dim=inf gives all sides one"
         )
     return lines
 

@@ -237,6 +237,8 @@ def test_sides_without_factors_are_noticed() -> None:
     text = "\n".join(head(work, "model"))
     assert "3 parameters have sides above max_factor_dim" in text
     assert "2 of them no other" in text
+    partly = head(planned([(40, 8)], max_factor_dim=32), "model")[-1]
+    assert partly.startswith("Note: 1 parameters have sides above max_factor_dim, which get no factor; ")
     assert "max_factor_dim" not in "\n".join(head(planned([(8, 8)]), "model"))
 
 
