@@ -87,6 +87,9 @@ def items_of(
 ) -> list[Item]:
     """Return what there is to own, parameter by parameter; every element of every parameter is in exactly one item.
 
+    Costs follow ``update_freq`` and the solver's own count of products, which for methods that stop by themselves is that of a small solve on this process's CPU: find owners
+    once, before schedulers change options, and where ranks have different CPUs take those of one rank.
+
     Args:
         groups: normalised, as ``DASH.param_groups``; parameters may be on any device, "meta" included.
         geometries: of each parameter, in the order of the groups, each parameter once (:func:`dash_optim.checks.route`).
@@ -105,7 +108,7 @@ def items_of(
         if seen.classes:
             found.extend(_blocks(index, group, param, seen, device))
         else:
-            found.extend(_slices(index, tuple(param.shape)))
+            found.extend(_slices(index, param.numel()))
     return found
 
 
@@ -132,13 +135,10 @@ def _blocks(
             yield Item(index, number, i, i + 1, cost, elements, unit)
 
 
-def _slices(index: int, shape: tuple[int, ...]) -> Iterator[Item]:
-    """Yield the slices of a parameter that AdamW updates: whole rows of dimension 0, so that they are rectangles of its state as well."""
-    elements = math.prod(shape)
-    row = elements // shape[0] if elements and shape else 1
-    most = row * max(1, SLICE // row)
-    for start in range(0, elements, most):
-        stop = min(start + most, elements)
+def _slices(index: int, elements: int) -> Iterator[Item]:
+    """Yield the slices of a parameter that AdamW updates."""
+    for start in range(0, elements, SLICE):
+        stop = min(start + SLICE, elements)
         yield Item(index, None, start, stop, ADAMW * (stop - start), stop - start)
 
 
