@@ -38,7 +38,7 @@ class Item:
     Attributes:
         param: index of the parameter in the order of the groups, each parameter once.
         blocks: index of the block's class in ``geometry.classes``; None for a slice of what AdamW updates.
-        start: number of the block within its class's row-major grid; first element of a slice of the flat parameter.
+        start: number of the block within its class's row-major grid; first element of a slice of the flat parameter, which begins with a row.
         stop: one past: ``start + 1`` for a block.
         cost: operations of a step on average, a whole number, so that sums are exact whatever their order.
         elements: of the parameter.
@@ -108,7 +108,7 @@ def items_of(
         if seen.classes:
             found.extend(_blocks(index, group, param, seen, device))
         else:
-            found.extend(_slices(index, param.numel()))
+            found.extend(_slices(index, tuple(param.shape)))
     return found
 
 
@@ -135,10 +135,13 @@ def _blocks(
             yield Item(index, number, i, i + 1, cost, elements, unit)
 
 
-def _slices(index: int, elements: int) -> Iterator[Item]:
-    """Yield the slices of a parameter that AdamW updates."""
-    for start in range(0, elements, SLICE):
-        stop = min(start + SLICE, elements)
+def _slices(index: int, shape: tuple[int, ...]) -> Iterator[Item]:
+    """Yield the slices of a parameter that AdamW updates: whole rows of dimension 0, so that they are rectangles of its state as well."""
+    elements = math.prod(shape)
+    row = elements // shape[0] if elements and shape else 1
+    most = row * max(1, SLICE // row)
+    for start in range(0, elements, most):
+        stop = min(start + most, elements)
         yield Item(index, None, start, stop, ADAMW * (stop - start), stop - start)
 
 

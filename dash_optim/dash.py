@@ -348,6 +348,10 @@ class DASH(Optimizer):
                 blocks += self.geometry_of(group, param).blocks
         return found
 
+    def layer_of(self, param: Tensor) -> object:
+        """Return what is the same for all that is grafted together, if by layer: the parameter itself."""
+        return param
+
     def build_state(self) -> list[Stack]:
         """Give every parameter its state now, not at its first gradient; return the stacks."""
         self._ensure_state([(group, list(dict.fromkeys(group["params"]))) for group in self.param_groups])
@@ -408,7 +412,7 @@ class DASH(Optimizer):
                     )
                 check_state(group, param, seen, own)
                 if "calls" in own:
-                    found.append(Parameter(param, group, recipe, seen, phases[param]))
+                    found.append(Parameter(param, group, recipe, seen, phases[param], self.layer_of(param)))
         return found
 
     def _check_budget(self, stacks: list[Stack]) -> None:

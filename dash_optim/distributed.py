@@ -7,7 +7,7 @@ parameters that are sharded on dimension 0 (``fully_shard``) owners are brought 
 
 from __future__ import annotations
 
-import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,21 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dash_optim import distributed_state
 from dash_optim.balance import assign, items_of
-from dash_optim.checks import check_state
 from dash_optim.distributed_agreement import Notes, Owner, check_norms, check_options, notes_of
-from dash_optim.distributed_checkpoint import Pieces, pieces_of, rows_of
 from dash_optim.distributed_exchange import Exchange, Flight
 from dash_optim.distributed_layout import Cell, Holding, Layout, Part, chunk_rows, parts_of
+from dash_optim.distributed_state import Taken
 from dash_optim.gradients import NonfiniteGradientError, describe_nonfinite, with_gradient
 from dash_optim.names import label, parameter_name
 from dash_optim.proxies import Proxies
 
 if TYPE_CHECKING:
     from dash_optim.dash import DASH
-
-Taken = tuple[dict[Tensor, dict[str, Any]], list[int]]
-"""The state of each proxy, and the number of steps of each parameter."""
 
 _FINE, _AFTER_STEP, _BROKEN = 0.0, 1.0, 2.0
 
@@ -107,8 +104,10 @@ class Sharing:
             for part in self.parts
         ]
         shapes = {proxy: part.geometry for proxy, part in zip(self.proxies, self.parts, strict=True)}
-        self.inner = Proxies(self._groups(), optimizer.defaults, shapes, self._phases())
+        layers = {proxy: part.param for proxy, part in zip(self.proxies, self.parts, strict=True)}
+        self.inner = Proxies(self._groups(), optimizer.defaults, shapes, self._phases(), layers)
         self.steps = [0] * len(self.owners)
+        self.greeted = False
 
     def _laid_out(self) -> Layout:
         """Give every block an owner, and rows that AdamW updates as well; where somebody alone holds them, to them."""
@@ -170,6 +169,8 @@ class Sharing:
             ValueError: on all ranks, where gradients or options differ that should not; nothing has changed.
             PeerError: when another rank has failed or has ended.
         """
+        if not self.greeted:
+            self._greet()
         gradients, present = self._agree()
         if present is None:
             return False
@@ -178,7 +179,7 @@ class Sharing:
             None if gradient is None else holding.seen(gradient)[0]
             for gradient, holding in zip(gradients, self.layout.holdings, strict=True)
         ]
-        with self._reaching("bringing gradients to their owners"):
+        with self.reaching("bringing gradients to their owners"):
             self.exchange.bring(seen, self._proxy_gradients(present), present)
         flights: list[Flight] = []
         error: Exception | None = None
@@ -188,144 +189,32 @@ class Sharing:
                     self._update(present, preconditioned)
             except Exception as problem:  # whatever it is: the others wait for this rank
                 error = problem
-            with self._reaching("sending steps"):
+            with self.reaching("sending steps"):
                 flights += self.exchange.send(self.proxies, present, preconditioned)
         self.steps = [count + there for count, there in zip(self.steps, present, strict=True)]
         self._finish(flights, present, error)
         return True
 
-    # state
-
-    def whole_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the state that one process alone would have, on the meta device: its names, shapes and dtypes."""
-        twins = {
-            param: torch.empty(param.shape, dtype=param.dtype, device="meta") for _, param in self.owners
-        }
-        groups = [
-            {**g, "params": [twins[p] for p in dict.fromkeys(g["params"])]}
-            for g in self.optimizer.param_groups
-        ]
-        shapes = {twins[param]: self.layout.holdings[i].geometry for i, (_, param) in enumerate(self.owners)}
-        alone = Proxies(groups, self.optimizer.defaults, shapes, dict.fromkeys(shapes, 0))
-        alone.build_state()
-        return {param: dict(alone.state[twin]) for param, twin in twins.items()}
-
     def shown_state(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the state of every parameter that has seen a gradient, as views: what this rank owns of it is `Pieces`."""
-        whole = self.whole_state()
-        shown: dict[Tensor, dict[str, Any]] = {}
-        for i, (_, param) in enumerate(self.owners):
-            if not self.steps[i]:
-                continue
-            own: dict[str, Any] = {
-                "step": torch.tensor(float(self.steps[i]), dtype=torch.float32, device=self.device)
-            }
-            for key, value in whole[param].items():
-                if key == "calls":
-                    own[key] = self.steps[i]
-                elif key != "step":
-                    own[key] = self._pieces(i, key, value)
-            shown[param] = own
-        return shown
+        """Return :func:`dash_optim.distributed_state.shown_state`."""
+        return distributed_state.shown_state(self)
 
-    def _pieces(self, param: int, key: str, whole: Tensor) -> Pieces:
-        """Return this rank's pieces of one tensor of a parameter's state."""
-        shards: list[tuple[int, Tensor]] = []
-        for proxy, part in zip(self.proxies, self.parts, strict=True):
-            if part.param == param and part.owns(key):
-                own = self.inner.state[proxy][key]
-                shards += pieces_of(whole, part.rows, own).shards
-        return Pieces(whole.shape, whole.dtype, self.device, sorted(shards, key=lambda shard: shard[0]))
+    def gathered_state(self, to: int | None) -> dict[Tensor, dict[str, Any]]:
+        """Return :func:`dash_optim.distributed_state.gathered_state`; every rank has to call this."""
+        return distributed_state.gathered_state(self, to)
 
     def taken_from(self, state: Mapping[Tensor, dict[str, Any]]) -> Taken:
-        """Return what this rank owns of a loaded state, whole or in pieces.
-
-        Raises:
-            ValueError: where a piece that this rank owns is not there.
-        """
-        whole = self.whole_state()
-        found: dict[Tensor, dict[str, Any]] = {}
-        for proxy, part in zip(self.proxies, self.parts, strict=True):
-            group, param = self.owners[part.param]
-            own = state.get(param, {})
-            if "step" not in own:
-                continue
-            check_state(group, param, self.layout.holdings[part.param].geometry, own)
-            found[proxy] = {
-                "step": torch.as_tensor(own["step"]).detach().clone().to(self.device, torch.float32)
-            }
-            if part.blocks is not None:
-                found[proxy]["calls"] = int(own["calls"])
-            for key in filter(part.owns, whole[param]):
-                rows = rows_of(own[key], part.rows) if key in own else None
-                if rows is None:
-                    raise ValueError(
-                        f"state_dict: {key!r} of {parameter_name(group, param)} lacks what rank {self.rank} of {self.ranks} owns. It is what one rank of a run on several"
-                        " had: load it with torch.distributed.checkpoint, or save DASH.full_state_dict()"
-                    )
-                found[proxy][key] = rows.to(self.device)
-        return found, [int(state.get(param, {}).get("step", 0)) for _, param in self.owners]
+        """Return :func:`dash_optim.distributed_state.taken_from`."""
+        return distributed_state.taken_from(self, state)
 
     def adopt(self, taken: Taken) -> None:
-        """Go on from what :meth:`taken_from` has returned."""
+        """Go on from a state that :meth:`taken_from` has returned."""
         state, self.steps = taken
         self.inner.replace_state(state)
 
-    def gathered_state(self, to: int | None) -> dict[Tensor, dict[str, Any]]:
-        """Return the whole state as one process would have it, on the rank ``to`` or on all; every rank has to call this."""
-        whole = self.whole_state()
-        kept = to is None or to == self.rank
-        found: dict[Tensor, dict[str, Any]] = {}
-        for i, (_, param) in enumerate(self.owners):
-            if self.steps[i] and kept:
-                found[param] = {
-                    key: torch.empty_like(value, device=self.device)
-                    if isinstance(value, Tensor)
-                    else self.steps[i]
-                    for key, value in whole[param].items()
-                }
-                found[param]["step"].fill_(self.steps[i])
-        for owner, parts in enumerate(self.layout.parts):
-            source = dist.get_global_rank(self.group, owner)
-            for j, part in enumerate(parts):
-                param = self.owners[part.param][1]
-                for key, value in whole[param].items():
-                    if not (self.steps[part.param] and part.owns(key)):
-                        continue
-                    if owner == self.rank:
-                        sent = self.inner.state[self.proxies[j]][key].contiguous()
-                    else:
-                        sent = torch.empty(_shape_of(part, value), dtype=value.dtype, device=self.device)
-                    with self._reaching("gathering the state"):
-                        dist.broadcast(sent, source, group=self.group)
-                    if kept:
-                        target = found[param][key]
-                        rows = target.reshape(1) if target.ndim == 0 else target
-                        rows[list(part.rows)] = sent
-        return found
-
     def summary(self) -> str:
-        """Return what each rank owns."""
-        given = self.assignment
-        held = [_state_bytes(self.whole_state(), parts, self.owners) for parts in self.layout.parts]
-        lines = [
-            f"{'rank':>6} {'blocks':>8} {'elements':>14} {'operations a step':>18} {'bytes of state':>15}"
-        ]
-        for rank, parts in enumerate(self.layout.parts):
-            blocks = sum(len(part.places) for part in parts if part.blocks is not None)
-            elements = sum(part.elements for part in parts)
-            here = "  here" if rank == self.rank else ""
-            lines.append(
-                f"{rank:>6} {blocks:>8} {elements:>14,} {given.loads[rank]:>18.3g} {held[rank]:>15,}{here}"
-            )
-        return "\n".join(
-            [
-                *lines,
-                f"imbalance: {given.imbalance:.3f}, the largest of the operations over what they could be at best",
-            ]
-        )
-
-    # a step
+        """Return :func:`dash_optim.distributed_state.summary`."""
+        return distributed_state.summary(self)
 
     def _follow_options(self) -> None:
         """Give the proxies the options that their parameters have now."""
@@ -359,7 +248,7 @@ class Sharing:
     def _finish(self, flights: Sequence[Flight], present: Sequence[bool], error: Exception | None) -> None:
         """Move the parameters once all ranks have got that far; if one has failed, all do."""
         own = _FINE if error is None else _AFTER_STEP if getattr(error, "after_step", False) else _BROKEN
-        with self._reaching("sending steps"):
+        with self.reaching("sending steps"):
             worst = self._largest([own])[0]
             for flight in flights:
                 flight.wait()
@@ -391,6 +280,21 @@ class Sharing:
 
     # agreement
 
+    def _greet(self) -> None:
+        """Make sure that all ranks have found the same owners: from here on each takes the others' for granted."""
+        known = [(holding.shape, holding.rows) for holding in self.layout.holdings], self.assignment.owners
+        own = len(self.owners), zlib.crc32(repr(known).encode())
+        said: list[tuple[int, int] | None] = [None] * self.ranks
+        with self.reaching("comparing parameters"):
+            dist.all_gather_object(said, own, group=self.group)
+        other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"params: ranks 0 and {other} do not agree on who owns which block ({said[0]} and {said[other]}: parameters, and a sum of all). Give all of them the same"
+                " parameters in the same order and the same options, on the same release of torch"
+            )
+        self.greeted = True
+
     def _agree(self) -> tuple[list[Tensor | None], list[bool] | None]:
         """Return this rank's gradients, and which parameters have one on any rank; None in its place if the step is to be left out."""
         error: Exception | None = None
@@ -410,7 +314,7 @@ class Sharing:
             self.ranks,
             failed=error is not None,
         )
-        with self._reaching("agreeing on a step"):
+        with self.reaching("agreeing on a step"):
             all_ = own.unpacked(self._largest(own.packed()))
         if all_.failed:
             self._fail(error)
@@ -420,7 +324,7 @@ class Sharing:
                 self._fail(self._describe_nonfinite() if own.nonfinite else None)
             return gradients, None
         check_norms(all_, self.owners)
-        with self._reaching("agreeing on a step"):
+        with self.reaching("agreeing on a step"):
             self._fill(gradients, all_)
         return gradients, [holder > 0 for holder in all_.holder]
 
@@ -454,7 +358,7 @@ class Sharing:
     def _fail(self, error: Exception | None) -> None:
         """Raise this rank's error, or say which other rank has one; all ranks know that somebody has."""
         said: list[str | None] = [None] * self.ranks
-        with self._reaching("ending after an error"):
+        with self.reaching("ending after an error"):
             dist.all_gather_object(said, error and f"{type(error).__name__}: {error}", group=self.group)
         if error is not None:
             raise error
@@ -462,7 +366,7 @@ class Sharing:
         raise PeerError(f"rank {rank} has failed: {message}")
 
     @contextmanager
-    def _reaching(self, doing: str) -> Iterator[None]:
+    def reaching(self, doing: str) -> Iterator[None]:
         """Say what was being done when another rank could not be reached."""
         try:
             yield
@@ -498,23 +402,3 @@ def _wire(param: Tensor, asked: torch.dtype | None) -> torch.dtype:
     if asked is not None:
         return asked
     return torch.bfloat16 if param.dtype == torch.float16 else param.dtype
-
-
-def _shape_of(part: Part, whole: Tensor) -> tuple[int, ...]:
-    """Return the shape of a part's rows of a tensor of the state."""
-    return (len(part.rows), *whole.shape[1:])
-
-
-def _state_bytes(
-    whole: Mapping[Tensor, dict[str, Any]], parts: Sequence[Part], owners: Sequence[Owner]
-) -> int:
-    """Return the bytes of the state of some parts."""
-    total = 0
-    for part in parts:
-        own = whole[owners[part.param][1]]
-        rows = [
-            math.prod((len(part.rows), *own[key].shape[1:])) * own[key].itemsize
-            for key in filter(part.owns, own)
-        ]
-        total += sum(rows)
-    return total

@@ -22,7 +22,7 @@ Owner = tuple[dict[str, Any], Tensor]
 SAME: Final = 1e-3
 """Relative difference of a gradient's norm between ranks above which it is not one gradient: other hardware may round it differently."""
 
-_OPTIONS: Final = ("lr", "weight_decay")
+_OPTIONS: Final = ("lr", "weight_decay")  # of each group
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Notes:
         holder: of each parameter, ranks minus the number of the first rank that has its gradient; 0 where none has.
         lacking: of each parameter, whether a rank has no gradient of it.
         norms: of each gradient that every rank should have, and with the other sign; minus infinity where it is not to be compared.
-        options: learning rate and weight decay of each group, and with the other sign.
+        options: learning rate and weight decay of each group, and all with the other sign.
     """
 
     failed: float

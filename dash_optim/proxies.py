@@ -20,6 +20,7 @@ class Proxies(DASH):
         defaults: of that optimizer.
         geometries: of each proxy.
         phases: how many blocks that optimizer has before those of each proxy.
+        layers: the number of the parameter that each proxy is a part of.
     """
 
     def __init__(
@@ -28,8 +29,9 @@ class Proxies(DASH):
         defaults: Mapping[str, Any],
         geometries: Mapping[Tensor, Geometry],
         phases: Mapping[Tensor, int],
+        layers: Mapping[Tensor, int],
     ) -> None:
-        self._geometries, self._first_blocks = geometries, dict(phases)
+        self._geometries, self._first_blocks, self._layers = geometries, dict(phases), layers
         Optimizer.__init__(self, groups, dict(defaults))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -43,6 +45,10 @@ class Proxies(DASH):
     def phases(self) -> dict[Tensor, int]:
         """Return where its blocks stand among all."""
         return self._first_blocks
+
+    def layer_of(self, param: Tensor) -> object:
+        """Return which parameter a proxy is a part of."""
+        return self._layers[param]
 
     def replace_state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         """Forget what there was, and go on from another state."""

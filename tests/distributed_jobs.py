@@ -23,10 +23,18 @@ def model_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     """Return a model with an embedding, layers that no block size divides, vectors, and a scalar."""
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(
-        nn.Embedding(11, 12), nn.Linear(12, 20), nn.Tanh(), nn.LayerNorm(20), nn.Linear(20, 13, bias=False), nn.Tanh(), nn.Linear(13, 9)
+        nn.Embedding(11, 12),
+        nn.Linear(12, 20),
+        nn.Tanh(),
+        nn.LayerNorm(20),
+        nn.Linear(20, 13, bias=False),
+        nn.Tanh(),
+        nn.Linear(13, 9),
     )
     for param in model.parameters():
-        param.data = torch.empty(param.shape, dtype=torch.float64).uniform_(-0.3, 0.3, generator=generator).to(dtype)
+        param.data = (
+            torch.empty(param.shape, dtype=torch.float64).uniform_(-0.3, 0.3, generator=generator).to(dtype)
+        )
     return model
 
 
@@ -52,7 +60,9 @@ def optimizer_of(model: nn.Module, way: str, **options: Any) -> DASH:
 def batches(step: int) -> tuple[Tensor, Tensor]:
     """Return the batch of a step, the same for any number of ranks."""
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, 11, (SAMPLES,), generator=generator), torch.randint(0, 9, (SAMPLES,), generator=generator)
+    return torch.randint(0, 11, (SAMPLES,), generator=generator), torch.randint(
+        0, 9, (SAMPLES,), generator=generator
+    )
 
 
 def train(model: nn.Module, opt: torch.optim.Optimizer, steps: range, rank: int = 0, world: int = 1) -> None:

@@ -14,7 +14,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint", "dash_optim", "dash_optim.distributed"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "dash_optim",
+    "dash_optim.distributed",
+]
 
 
 class RankError(AssertionError):
@@ -51,7 +58,9 @@ def on_ranks(
             for process in processes:
                 process.kill()
         found = [_result(Path(folder), rank) for rank in range(world)]
-    failures = [f"rank {rank}: {value[1]}" for rank, value in enumerate(found) if value and value[0] == "error"]
+    failures = [
+        f"rank {rank}: {value[1]}" for rank, value in enumerate(found) if value and value[0] == "error"
+    ]
     missing = [rank for rank, value in enumerate(found) if value is None and rank != dying]
     if failures or missing or hung:
         raise RankError("\n".join([f"hung after {timeout} s: {hung}; nothing from: {missing}", *failures]))
@@ -65,22 +74,29 @@ def _result(folder: Path, rank: int) -> tuple[str, Any] | None:
     return None
 
 
-def _run(rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...], expect: Any) -> None:
+def _run(
+    rank: int, world: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...], expect: Any
+) -> None:
     import torch
     import torch.distributed as dist
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=20)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=20),
     )
     start = time.monotonic()
     try:
         result = "value", function(rank, world, *args)
-    except expect or () as error:
-        result = "value", (type(error).__name__, str(error), time.monotonic() - start)
-    except BaseException:
-        result = "error", traceback.format_exc()
+    except BaseException as error:
+        if isinstance(error, expect):
+            result = "value", (type(error).__name__, str(error), time.monotonic() - start)
+        else:
+            result = "error", traceback.format_exc()
     written = Path(folder) / f"writing{rank}"
     written.write_bytes(pickle.dumps(result))
     written.rename(Path(folder) / f"result{rank}")

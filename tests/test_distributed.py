@@ -7,10 +7,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from distributed_jobs import alone, backward, farthest, gathered, model_of, optimizer_of, train, whole, wrapped
+from distributed_jobs import (
+    alone,
+    backward,
+    farthest,
+    gathered,
+    model_of,
+    optimizer_of,
+    train,
+    whole,
+    wrapped,
+)
 from ranks import on_ranks
+from torch import Tensor
 
 OPTION_SETS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -24,7 +33,9 @@ OPTION_SETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _job(rank: int, world: int, way: str, dtype: torch.dtype, steps: int, options: dict[str, Any]) -> tuple[dict[str, Tensor], float]:
+def _job(
+    rank: int, world: int, way: str, dtype: torch.dtype, steps: int, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], float]:
     model = model_of(dtype)
     outer = wrapped(model, way, world)
     opt = optimizer_of(model, way, **options)
@@ -62,12 +73,18 @@ def _recorded(rank: int, world: int, way: str, dtype: torch.dtype, options: dict
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("dtype", "wire", "limit"), [("float32", None, 1e-6), ("bfloat16", None, 0.02), ("float32", "bfloat16", 1e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "wire", "limit"),
+    [("float32", None, 1e-6), ("bfloat16", None, 0.02), ("float32", "bfloat16", 1e-3)],
+)
 def test_in_lower_precision_they_are_those_of_one_process_on_the_mean_gradient(
     world: int, way: str, dtype: str, wire: str | None, limit: float
 ) -> None:
     # a model amplifies what rounding does to the mean by thousands in thirty steps: the same mean goes to both
-    kind, options = getattr(torch, dtype), {} if wire is None else {"communication_dtype": getattr(torch, wire)}
+    kind, options = (
+        getattr(torch, dtype),
+        {} if wire is None else {"communication_dtype": getattr(torch, wire)},
+    )
     for gradients, found in on_ranks(world, _recorded, way, kind, options):
         model = model_of(kind)
         opt = optimizer_of(model, "alone")
