@@ -108,6 +108,17 @@ def _means_the_same(name: str, first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+def refuse_pieces(state: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Raise for a state of which one rank had pieces, given to a process on its own."""
+    for own in state.values():
+        for key, value in own.items():
+            if type(value).__name__ == "Pieces":
+                raise ValueError(
+                    f"state_dict: {key!r} is {value!r}, what one rank of several had. Load it with torch.distributed.checkpoint, or save what"
+                    " DASH.full_state_dict() returns"
+                )
+
+
 def check_state(group: dict[str, Any], param: Tensor, seen: Geometry, own: dict[str, Any]) -> None:
     """Raise if a parameter's state was made for blocks of another size."""
     found = {key.partition(".")[0]: value.shape[0] for key, value in own.items() if "." in key}

@@ -20,6 +20,7 @@ from dash_optim.checks import (
     check_state,
     check_wire,
     is_sharded,
+    refuse_pieces,
     refuse_unsupported,
     route,
 )
@@ -51,6 +52,10 @@ class PreconditionerError(RuntimeError):
     """A root has failed more often in a row than ``failure_budget`` allows; names parameter, block and status."""
 
     after_step = True
+
+
+class PeerError(RuntimeError):
+    """Another rank has failed, or can no longer be reached; the message names it and what it said."""
 
 
 class DASH(Optimizer):
@@ -436,6 +441,8 @@ class DASH(Optimizer):
             check_groups(self.param_groups, incoming["param_groups"])
             if self._group is not None:
                 taken.append(self._shared().taken_from(dict(self._by_parameter(incoming))))
+            else:
+                refuse_pieces(incoming["state"])
             loaded.append(incoming)
 
         # after the user's hooks that may rewrite the checkpoint, and before those that may rewrite the state

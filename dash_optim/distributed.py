@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dash_optim import distributed_state
 from dash_optim.balance import assign, items_of
+from dash_optim.dash import PeerError
 from dash_optim.distributed_agreement import Notes, Owner, check_norms, check_options, notes_of
 from dash_optim.distributed_exchange import Exchange, Flight
 from dash_optim.distributed_layout import Cell, Holding, Layout, Part, chunk_rows, parts_of
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
     from dash_optim.dash import DASH
 
 _FINE, _AFTER_STEP, _BROKEN = 0.0, 1.0, 2.0
-
-
-class PeerError(RuntimeError):
-    """Another rank has failed, or can no longer be reached; the message names it and what it said."""
 
 
 def sharing_group(

@@ -39,11 +39,15 @@ def model_of(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 def wrapped(model: nn.Sequential, way: str, world: int) -> nn.Module:
-    """Return the model as "ddp" or "fsdp" have it, or itself."""
+    """Return the model as "ddp", "fsdp" or "hsdp" (two copies) have it, or itself."""
     if way == "ddp":
         return DistributedDataParallel(model)
-    if way == "fsdp":
-        mesh = init_device_mesh("cpu", (world,))
+    if way in ("fsdp", "hsdp"):
+        mesh = (
+            init_device_mesh("cpu", (world,))
+            if way == "fsdp"
+            else init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+        )
         for layer in model:
             if list(layer.parameters()):
                 fully_shard(layer, mesh=mesh)
