@@ -192,6 +192,7 @@ class DASH(Optimizer):
     _group: ProcessGroup | None = None
     _wire: torch.dtype | None = None
     _sharing: Sharing | None = None
+    _shown: list[Stack] | None = None
     _skipped: Scalar = 0.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -232,8 +233,7 @@ class DASH(Optimizer):
                 loss = closure()
         if self._group is not None:
             self._skipped += not self._shared().step()
-            if not self.state:
-                self._show_state()
+            self._follow_state()
             return loss
         active = [(group, with_gradient(group)) for group in self.param_groups]
         found = self._nonfinite(active)
@@ -497,6 +497,16 @@ class DASH(Optimizer):
             return super().state_dict()
         finally:
             self.state = shown
+
+    def _follow_state(self) -> None:
+        """Keep ``state`` true after a step: what it shows is memory of the inner optimizer, until that makes its stacks anew."""
+        shared = self._shared()
+        if shared.inner._stacks is not self._shown or not self.state:
+            self._show_state()
+            self._shown = shared.inner._stacks
+        for count, (_, param) in zip(shared.steps, shared.owners, strict=True):
+            if param in self.state:
+                self.state[param]["step"].fill_(count)
 
     def _show_state(self) -> None:
         """Put what this rank owns into ``state``, as views."""

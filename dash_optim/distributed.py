@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from dash_optim import distributed_state
 from dash_optim.balance import assign, items_of
 from dash_optim.dash import PeerError
 from dash_optim.distributed_agreement import Notes, Owner, check_norms, check_options, notes_of
-from dash_optim.distributed_exchange import Exchange, Flight
+from dash_optim.distributed_exchange import Exchange, Flight, reaching
 from dash_optim.distributed_layout import Cell, Holding, Layout, Part, chunk_rows, parts_of
 from dash_optim.distributed_state import Taken
 from dash_optim.gradients import NonfiniteGradientError, describe_nonfinite, with_gradient
@@ -176,8 +175,7 @@ class Sharing:
             None if gradient is None else holding.seen(gradient)[0]
             for gradient, holding in zip(gradients, self.layout.holdings, strict=True)
         ]
-        with self.reaching("bringing gradients to their owners"):
-            self.exchange.bring(seen, self._proxy_gradients(present), present)
+        self.exchange.bring(seen, self._proxy_gradients(present), present)
         flights: list[Flight] = []
         error: Exception | None = None
         for preconditioned in (False, True):  # what AdamW has done travels while roots are computed
@@ -186,8 +184,7 @@ class Sharing:
                     self._update(present, preconditioned)
             except Exception as problem:  # whatever it is: the others wait for this rank
                 error = problem
-            with self.reaching("sending steps"):
-                flights += self.exchange.send(self.proxies, present, preconditioned)
+            flights += self.exchange.send(self.proxies, present, preconditioned)
         self.steps = [count + there for count, there in zip(self.steps, present, strict=True)]
         self._finish(flights, present, error)
         return True
@@ -245,10 +242,9 @@ class Sharing:
     def _finish(self, flights: Sequence[Flight], present: Sequence[bool], error: Exception | None) -> None:
         """Move the parameters once all ranks have got that far; if one has failed, all do."""
         own = _FINE if error is None else _AFTER_STEP if getattr(error, "after_step", False) else _BROKEN
-        with self.reaching("sending steps"):
-            worst = self._largest([own])[0]
-            for flight in flights:
-                flight.wait()
+        worst = self._largest([own], "sending steps")[0]
+        for flight in flights:
+            flight.wait()
         if worst < _BROKEN:
             self._apply(flights, present)
         if worst > _FINE:
@@ -282,7 +278,7 @@ class Sharing:
         known = [(holding.shape, holding.rows) for holding in self.layout.holdings], self.assignment.owners
         own = len(self.owners), zlib.crc32(repr(known).encode())
         said: list[tuple[int, int] | None] = [None] * self.ranks
-        with self.reaching("comparing parameters"):
+        with reaching("comparing parameters"):
             dist.all_gather_object(said, own, group=self.group)
         other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
         if other is not None:
@@ -311,8 +307,7 @@ class Sharing:
             self.ranks,
             failed=error is not None,
         )
-        with self.reaching("agreeing on a step"):
-            all_ = own.unpacked(self._largest(own.packed()))
+        all_ = own.unpacked(self._largest(own.packed(), "agreeing on a step"))
         if all_.failed:
             self._fail(error)
         check_options(all_)
@@ -321,8 +316,7 @@ class Sharing:
                 self._fail(self._describe_nonfinite() if own.nonfinite else None)
             return gradients, None
         check_norms(all_, self.owners)
-        with self.reaching("agreeing on a step"):
-            self._fill(gradients, all_)
+        self._fill(gradients, all_)
         return gradients, [holder > 0 for holder in all_.holder]
 
     def _fill(self, gradients: list[Tensor | None], notes: Notes) -> None:
@@ -335,7 +329,8 @@ class Sharing:
             if self.layout.holdings[i].rows is None:
                 filled = filled.contiguous()
                 source = dist.get_global_rank(self.group, self.ranks - int(holder))
-                dist.broadcast(filled, source, group=self.group)
+                with reaching("sending a gradient to ranks that have none"):
+                    dist.broadcast(filled, source, group=self.group)
             gradients[i] = filled
 
     def _describe_nonfinite(self) -> NonfiniteGradientError:
@@ -345,34 +340,23 @@ class Sharing:
         ]
         return NonfiniteGradientError(describe_nonfinite(active, self.optimizer.state))
 
-    def _largest(self, values: Sequence[float]) -> list[float]:
+    def _largest(self, values: Sequence[float], doing: str) -> list[float]:
         """Return the largest of each number over all ranks."""
         sent = torch.tensor(values, dtype=torch.float64, device="cpu").to(self.device)
-        dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.group)
+        with reaching(doing):
+            dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.group)
         found: list[float] = sent.tolist()
         return found
 
     def _fail(self, error: Exception | None) -> None:
         """Raise this rank's error, or say which other rank has one; all ranks know that somebody has."""
         said: list[str | None] = [None] * self.ranks
-        with self.reaching("ending after an error"):
+        with reaching("ending after an error"):
             dist.all_gather_object(said, error and f"{type(error).__name__}: {error}", group=self.group)
         if error is not None:
             raise error
         rank, message = next((r, text) for r, text in enumerate(said) if text)
         raise PeerError(f"rank {rank} has failed: {message}")
-
-    @contextmanager
-    def reaching(self, doing: str) -> Iterator[None]:
-        """Say what was being done when another rank could not be reached."""
-        try:
-            yield
-        except PeerError:
-            raise
-        except RuntimeError as error:
-            raise PeerError(
-                f"rank {self.rank}: another rank has probably ended or hangs; {doing} failed: {error}. Start all ranks again from the last checkpoint"
-            ) from error
 
 
 def move(target: Tensor, step: Tensor, lr: float | Tensor, weight_decay: float) -> None:

@@ -7,6 +7,7 @@ Steps of parameters that every rank has whole are one message of each owner to a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -14,7 +15,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dash_optim.dash import PeerError
 from dash_optim.distributed_layout import Cell, Layout
+
+
+@contextmanager
+def reaching(doing: str) -> Iterator[None]:
+    """Say what was being done when another rank could not be reached; nothing but collectives belongs into the body."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {dist.get_rank()}: another rank has probably ended or hangs; {doing} failed: {error}. Start all ranks again from the last checkpoint"
+        ) from error
+
 
 Piece = tuple[Cell, Tensor]
 """A cell of a part, and what has arrived for it, or lies in the part."""
@@ -24,6 +38,7 @@ Piece = tuple[Cell, Tensor]
 class Flight:
     """Something that is under way: what to wait for, and which cells it brings."""
 
+    doing: str
     works: list[dist.Work]
     cells: list[Cell] = field(default_factory=list)
     pieces: list[Tensor] = field(default_factory=list)
@@ -31,8 +46,9 @@ class Flight:
 
     def wait(self) -> list[Tensor]:
         """Return what has arrived, one tensor for each cell."""
-        for work in self.works:
-            work.wait()
+        with reaching(self.doing):
+            for work in self.works:
+                work.wait()
         return self.pieces
 
 
@@ -87,7 +103,9 @@ class Exchange:
                 for holder in range(self.ranks)
             ]
             for target, arrived in zip(
-                chain.from_iterable(wanted), self._all_to_all(sent, wanted, dtype).wait(), strict=True
+                chain.from_iterable(wanted),
+                self._all_to_all(sent, wanted, dtype, "bringing gradients to their owners").wait(),
+                strict=True,
             ):
                 target.copy_(arrived)
 
@@ -136,7 +154,7 @@ class Exchange:
         ]
         expected = [self._others(owner, self.rank, chosen) for owner in range(self.ranks)]
         shapes = [[self._shape(owner, cell) for cell in cells] for owner, cells in enumerate(expected)]
-        flight = self._all_to_all(sent, shapes, dtype)
+        flight = self._all_to_all(sent, shapes, dtype, "sending steps")
         flight.cells = list(chain.from_iterable(expected))
         return flight
 
@@ -165,7 +183,7 @@ class Exchange:
         buffers = [torch.empty(size, dtype=dtype, device=self.device) for size in sizes]
         if sizes[self.rank]:
             torch.cat([steps[i].reshape(-1).to(dtype) for i, _ in parts[self.rank]], out=buffers[self.rank])
-        flight = Flight(self._spread(buffers))
+        flight = Flight("sending steps", self._spread(buffers))
         for owner, each in enumerate(parts):
             arrived = dict(
                 zip(
@@ -183,31 +201,35 @@ class Exchange:
 
     def _spread(self, buffers: list[Tensor]) -> list[dist.Work]:
         """Start to send each rank's buffer to all others; they are of different sizes, which NCCL gathers as they are and others broadcast."""
-        if dist.get_backend(self.group) == "nccl":
-            return [dist.all_gather(buffers, buffers[self.rank], group=self.group, async_op=True)]
-        return [
-            dist.broadcast(buffer, dist.get_global_rank(self.group, owner), group=self.group, async_op=True)
-            for owner, buffer in enumerate(buffers)
-            if buffer.numel()
-        ]
+        with reaching("sending steps"):
+            if dist.get_backend(self.group) == "nccl":
+                return [dist.all_gather(buffers, buffers[self.rank], group=self.group, async_op=True)]
+            return [
+                dist.broadcast(
+                    buffer, dist.get_global_rank(self.group, owner), group=self.group, async_op=True
+                )
+                for owner, buffer in enumerate(buffers)
+                if buffer.numel()
+            ]
 
-    def _all_to_all(self, sent: list[list[Tensor]], shapes: list[list[Tensor]], dtype: torch.dtype) -> Flight:
+    def _all_to_all(
+        self, sent: list[list[Tensor]], shapes: list[list[Tensor]], dtype: torch.dtype, doing: str
+    ) -> Flight:
         """Start to send lists of tensors to each rank, given the shapes of what arrives from each."""
         device = self.device
         flat = [t.reshape(-1).to(dtype) for t in chain.from_iterable(sent)]
         outgoing = torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
         arriving = list(chain.from_iterable(shapes))
         incoming = torch.empty(sum(t.numel() for t in arriving), dtype=dtype, device=device)
-        work = dist.all_to_all_single(
-            incoming,
-            outgoing,
-            [sum(t.numel() for t in each) for each in shapes],
-            [sum(t.numel() for t in each) for each in sent],
-            group=self.group,
-            async_op=True,
+        arriving_sizes, leaving_sizes = (
+            [sum(t.numel() for t in each) for each in lists] for lists in (shapes, sent)
         )
+        with reaching(doing):
+            work = dist.all_to_all_single(
+                incoming, outgoing, arriving_sizes, leaving_sizes, group=self.group, async_op=True
+            )
         pieces = [
             piece.view(t.shape)
             for piece, t in zip(incoming.split([t.numel() for t in arriving]), arriving, strict=True)
         ]
-        return Flight([work], pieces=pieces, kept=outgoing)
+        return Flight(doing, [work], pieces=pieces, kept=outgoing)

@@ -13,6 +13,7 @@ from torch import Tensor
 from dash_optim.checks import check_state
 from dash_optim.distributed_agreement import Owner
 from dash_optim.distributed_checkpoint import Pieces, pieces_of, rows_of
+from dash_optim.distributed_exchange import reaching
 from dash_optim.distributed_layout import Part
 from dash_optim.names import parameter_name
 from dash_optim.proxies import Proxies
@@ -125,7 +126,7 @@ def gathered_state(sharing: Sharing, to: int | None) -> dict[Tensor, dict[str, A
                     sent = sharing.inner.state[sharing.proxies[j]][key].contiguous()
                 else:
                     sent = torch.empty(_shape_of(part, value), dtype=value.dtype, device=sharing.device)
-                with sharing.reaching("gathering the state"):
+                with reaching("gathering the state"):
                     dist.broadcast(sent, source, group=sharing.group)
                 if kept:
                     target = found[param][key]
