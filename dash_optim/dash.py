@@ -272,7 +272,8 @@ class DASH(Optimizer):
             return False
         if self.defaults["nonfinite"] == "raise":
             if bool(found):
-                raise NonfiniteGradientError(describe_nonfinite(active, self.state))
+                gradients = ((group, param, param.grad) for group, params in active for param in params)
+                raise NonfiniteGradientError(describe_nonfinite(gradients, self.state))
             return False
         return bool(found) if _looking_is_free(found) else found.float()
 

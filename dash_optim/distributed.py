@@ -313,7 +313,7 @@ class Sharing:
         check_options(all_)
         if all_.nonfinite:
             if self.optimizer.defaults["nonfinite"] == "raise":
-                self._fail(self._describe_nonfinite() if own.nonfinite else None)
+                self._fail(self._describe_nonfinite(gradients) if own.nonfinite else None)
             return gradients, None
         check_norms(all_, self.owners)
         self._fill(gradients, all_)
@@ -333,12 +333,10 @@ class Sharing:
                     dist.broadcast(filled, source, group=self.group)
             gradients[i] = filled
 
-    def _describe_nonfinite(self) -> NonfiniteGradientError:
-        active = [
-            (group, [p for p in group["params"] if p.grad is not None])
-            for group in self.optimizer.param_groups
-        ]
-        return NonfiniteGradientError(describe_nonfinite(active, self.optimizer.state))
+    def _describe_nonfinite(self, gradients: Sequence[Tensor | None]) -> NonfiniteGradientError:
+        """Say which of this rank's rows of a gradient are not finite."""
+        shown = ((*owner, gradient) for owner, gradient in zip(self.owners, gradients, strict=True))
+        return NonfiniteGradientError(describe_nonfinite(shown, self.optimizer.state))
 
     def _largest(self, values: Sequence[float], doing: str) -> list[float]:
         """Return the largest of each number over all ranks."""

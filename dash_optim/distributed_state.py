@@ -28,10 +28,12 @@ Taken = tuple[dict[Tensor, dict[str, Any]], list[int]]
 def whole_state(sharing: Sharing) -> dict[Tensor, dict[str, Any]]:
     """Return the state that one process alone would have, on the meta device: its names, shapes and dtypes."""
     twins = {param: torch.empty(param.shape, dtype=param.dtype, device="meta") for _, param in sharing.owners}
-    groups = [
-        {**g, "params": [twins[p] for p in dict.fromkeys(g["params"])]}
-        for g in sharing.optimizer.param_groups
-    ]
+    by_group: dict[int, dict[str, Any]] = {}
+    for group, param in sharing.owners:
+        own = by_group.setdefault(id(group), {**group, "params": [], "param_names": []})
+        own["params"].append(twins[param])
+        own["param_names"].append("")
+    groups = list(by_group.values())
     shapes = {
         twins[param]: sharing.layout.holdings[i].geometry for i, (_, param) in enumerate(sharing.owners)
     }

@@ -238,7 +238,8 @@ def recipe_of(group: Mapping[str, Any]) -> Recipe:
     """Return the recipe that a (normalised) group describes."""
     p = group["p"]
     return Recipe(
-        **{name: group[name] for name in _RECIPE_FIELDS},
+        **{name: group[name] for name in _RECIPE_FIELDS if name != "betas"},
+        betas=tuple(group["betas"]),  # torch.distributed.checkpoint makes lists of tuples
         solver="auto" if group["method"] == "auto" else built("method", group["method"]),
         scaling=built("scaling", group["scaling"]),
         p=None if p is None else parse_exponent(Fraction(p) if isinstance(p, str) else p),

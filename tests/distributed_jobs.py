@@ -103,9 +103,9 @@ def alone(steps: int, dtype: torch.dtype = torch.float64, **options: Any) -> tup
 
 
 def farthest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the largest difference of two sets of parameters."""
+    """Return the largest sum of the differences of a parameter in two sets."""
     assert found.keys() == expected.keys()
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    return max(float((found[name] - expected[name]).abs().sum()) for name in expected)
 
 
 def same(first: Any, second: Any) -> bool:
