@@ -2,7 +2,7 @@
 
 from dash_optim import grafting
 from dash_optim.config import from_config
-from dash_optim.dash import DASH, PreconditionerError
+from dash_optim.dash import DASH, PeerError, PreconditionerError
 from dash_optim.diagnostics import Diagnostics
 from dash_optim.gradients import NonfiniteGradientError
 from dash_optim.planning import Plan, plan_block_size
@@ -12,6 +12,7 @@ __all__ = [
     "DASH",
     "Diagnostics",
     "NonfiniteGradientError",
+    "PeerError",
     "Plan",
     "PreconditionerError",
     "from_config",

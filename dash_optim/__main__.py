@@ -17,6 +17,10 @@ COMMANDS = {
         "the same model, data and seeds under several optimizers",
     ),
     "sweep": ("dash_optim.training._sweep_cli", "learning rates and seeds, each optimizer at its best"),
+    "plan": (
+        "dash_optim._plan_cli",
+        "what each rank of a cluster would keep, compute and send, and how long a step would take",
+    ),
     "study": (
         "dash_optim.studies._cli",
         "is it better, accuracy or filter, staleness, blocks, grafting, compressibility",
@@ -29,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with these arguments (default: those of the process) and return its exit code."""
     return run(
         "dash_optim",
-        "The DASH optimizer: training jobs, comparisons and studies.",
+        "The DASH optimizer: training jobs, comparisons, studies and plans.",
         COMMANDS,
         sys.argv[1:] if argv is None else argv,
     )

@@ -31,6 +31,7 @@ class BlockClass:
         first: the same in pieces.
         whole: how many pieces of any size lie along each dimension.
         factored: the dimensions that have a factor.
+        chosen: the numbers of the blocks, where they are some that have been taken out of a parameter's grid.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +40,7 @@ class BlockClass:
     first: tuple[int, ...]
     whole: tuple[int, ...]
     factored: tuple[int, ...]
+    chosen: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int:
@@ -48,6 +50,8 @@ class BlockClass:
     @property
     def numbers(self) -> Tensor:
         """The number of each block among all blocks of the parameter in row-major order, ``(count,)``."""
+        if self.chosen is not None:
+            return torch.tensor(self.chosen, device="cpu")
         everywhere = torch.arange(math.prod(self.whole), device="cpu").reshape(self.whole)
         for dim, (first, extent) in enumerate(zip(self.first, self.grid, strict=True)):
             everywhere = everywhere.narrow(dim, first, extent)

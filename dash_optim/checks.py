@@ -41,15 +41,25 @@ def refuse_unsupported(**flags: bool | None) -> None:
             raise ValueError(f"{name}: not supported: {UNSUPPORTED[name]}")
 
 
+def is_sharded(param: Tensor) -> bool:
+    """Return whether a parameter is a DTensor, without importing what takes long to import."""
+    return type(param).__name__ == "DTensor"
+
+
+def check_wire(dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return ``communication_dtype``, or raise for what it cannot be."""
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+        raise TypeError(f"communication_dtype: expected a floating-point dtype or None, got {dtype!r}")
+    return dtype
+
+
 def check_parameter(group: dict[str, Any], param: Tensor) -> None:
     """Raise if the options cannot serve a parameter; warn if it looks like a matrix that something has flattened."""
     name = parameter_name(group, param)
     if not param.is_floating_point():
         raise TypeError(f"{name}: expected a real floating-point parameter, got {param.dtype}")
-    if param.layout != torch.strided or type(param).__name__ == "DTensor":
-        raise TypeError(
-            f"{name}: expected a dense, unsharded tensor, got {type(param).__name__}, {param.layout}"
-        )
+    if param.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense tensor, got {type(param).__name__}, {param.layout}")
     if (
         group["algorithm"] == "dash"
         and param.ndim == 1
@@ -96,6 +106,17 @@ def _means_the_same(name: str, first: Any, second: Any) -> bool:
     if name == "grafting":
         first, second = built(name, first), built(name, second)
     return bool(first == second)
+
+
+def refuse_pieces(state: Mapping[Any, Mapping[str, Any]]) -> None:
+    """Raise for a state of which one rank had pieces, given to a process on its own."""
+    for own in state.values():
+        for key, value in own.items():
+            if type(value).__name__ == "Pieces":
+                raise ValueError(
+                    f"state_dict: {key!r} is {value!r}, what one rank of several had. Load it with torch.distributed.checkpoint, or save what"
+                    " DASH.full_state_dict() returns"
+                )
 
 
 def check_state(group: dict[str, Any], param: Tensor, seen: Geometry, own: dict[str, Any]) -> None:

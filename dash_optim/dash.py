@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,11 +12,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT, StateDict
 
 from dash_optim import adamw
+from dash_optim.blocks import Geometry
 from dash_optim.checks import (
     UNSUPPORTED,
     check_groups,
     check_parameter,
     check_state,
+    check_wire,
+    is_sharded,
+    refuse_pieces,
     refuse_unsupported,
     route,
 )
@@ -37,9 +42,20 @@ from matroots._products import wide
 from matroots.scaling import Scaling
 from matroots.solvers import Solver
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from dash_optim.distributed import Sharing
+
 
 class PreconditionerError(RuntimeError):
     """A root has failed more often in a row than ``failure_budget`` allows; names parameter, block and status."""
+
+    after_step = True
+
+
+class PeerError(RuntimeError):
+    """Another rank has failed, or can no longer be reached; the message names it and what it said."""
 
 
 class DASH(Optimizer):
@@ -91,6 +107,9 @@ class DASH(Optimizer):
         max_batch: blocks worked on at once, which bounds the workspace; None: what a cache holds.
         nonfinite: a step with a NaN or an infinity in any gradient, or in its squares, is left out ("skip"; accelerators decide without the host),
             or raises ("raise").
+        process_group: ranks over which the work is shared, ``torch.distributed.group.WORLD`` for all; their gradients have to be averaged, as
+            DistributedDataParallel does. None: every process computes everything, unless parameters are sharded (``fully_shard``): then their ranks share it.
+        communication_dtype: in which steps travel between ranks; None: that of the parameter (bfloat16 for float16).
         foreach: accepted; blocks are always worked on in batches.
         fused, capturable, differentiable: refused when true.
 
@@ -136,6 +155,8 @@ class DASH(Optimizer):
         stacking: str = DEFAULTS["stacking"],
         max_batch: int | None = DEFAULTS["max_batch"],
         nonfinite: str = "skip",
+        process_group: ProcessGroup | None = None,
+        communication_dtype: torch.dtype | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -148,6 +169,17 @@ class DASH(Optimizer):
         defaults = {name: given[name] for name in DEFAULTS} | {"nonfinite": nonfinite}
         normalise(defaults)
         super().__init__(params, defaults)
+        self._given, self._wire = process_group, check_wire(communication_dtype)
+        self._group = self._find_group()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse copies of an optimizer that shares its work: they would speak to the other ranks at the same time."""
+        if self._group is not None:
+            raise TypeError(
+                "copy, pickle: not possible while ranks share the work; make another optimizer and load the state_dict"
+            )
+        state: dict[str, Any] = super().__getstate__()
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; the stacks are rebuilt from the state by the next step."""
@@ -156,6 +188,11 @@ class DASH(Optimizer):
 
     _stacks: list[Stack] | None = None
     _snapshot: tuple[Any, ...] = ()
+    _given: ProcessGroup | None = None
+    _group: ProcessGroup | None = None
+    _wire: torch.dtype | None = None
+    _sharing: Sharing | None = None
+    _shown: list[Stack] | None = None
     _skipped: Scalar = 0.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -169,6 +206,7 @@ class DASH(Optimizer):
                 raise ValueError("nonfinite: is one for all groups; give it to DASH itself")
             for param in group["params"]:
                 check_parameter(group, param)
+            self._group = self._find_group()
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -193,13 +231,39 @@ class DASH(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._group is not None:
+            self._skipped += not self._shared().step()
+            self._follow_state()
+            return loss
         active = [(group, with_gradient(group)) for group in self.param_groups]
         found = self._nonfinite(active)
         if found is True:
             self._skipped += 1
         elif any(params for _, params in active):
-            self._update(active, found)
+            self.update(active, found)
         return loss
+
+    def _find_group(self) -> ProcessGroup | None:
+        """Return the ranks that share the work, None for a process on its own."""
+        if self._given is None and not any(is_sharded(p) for g in self.param_groups for p in g["params"]):
+            return None  # torch.distributed takes long to import
+        from dash_optim.distributed import sharing_group
+
+        return sharing_group(self.param_groups, self._given)
+
+    def _shared(self) -> Sharing:
+        """Return what shares the work; made anew, with the state that there is, when parameters have been added."""
+        assert self._group is not None
+        old = self._sharing
+        if old is None or len(old.owners) != sum(len(set(g["params"])) for g in self.param_groups):
+            from dash_optim.distributed import Sharing
+
+            made = Sharing(self, self._group, self._wire)
+            if old is not None:
+                made.adopt(made.taken_from(old.gathered_state(None)))
+            self._sharing = made
+        assert self._sharing is not None
+        return self._sharing
 
     def _nonfinite(self, active: Active) -> Tensor | bool:
         """Return whether the step is to be left out: True or False where looking is free, else a tensor, 1.0 or 0.0."""
@@ -208,12 +272,13 @@ class DASH(Optimizer):
             return False
         if self.defaults["nonfinite"] == "raise":
             if bool(found):
-                raise NonfiniteGradientError(describe_nonfinite(active, self.state))
+                gradients = ((group, param, param.grad) for group, params in active for param in params)
+                raise NonfiniteGradientError(describe_nonfinite(gradients, self.state))
             return False
         return bool(found) if _looking_is_free(found) else found.float()
 
-    def _update(self, active: Active, found: Tensor | bool) -> None:
-        """Update all parameters that have a gradient."""
+    def update(self, active: Active, found: Tensor | bool = False) -> None:
+        """Update these parameters; ``found``, a tensor with one element, leaves the step out where it is 1."""
         self._ensure_state(active)
         stacks = self._current_stacks()
         skip = found if isinstance(found, Tensor) else None
@@ -269,11 +334,29 @@ class DASH(Optimizer):
                 if "step" in own:
                     continue
                 own["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-                if route(group, param).classes:
+                if self.geometry_of(group, param).classes:
                     own["calls"] = 0
                 else:
                     adamw.init_state(own, param)
                 self._stacks = None
+
+    def geometry_of(self, group: dict[str, Any], param: Tensor) -> Geometry:
+        """Return how a parameter is cut into blocks; without any it is AdamW's."""
+        return route(group, param)
+
+    def phases(self) -> dict[Tensor, int]:
+        """Return how many blocks the parameters before each one have: staggered refreshes go through all of them."""
+        found: dict[Tensor, int] = {}
+        blocks = 0
+        for group in self.param_groups:
+            for param in dict.fromkeys(group["params"]):
+                found[param] = blocks
+                blocks += self.geometry_of(group, param).blocks
+        return found
+
+    def layer_of(self, param: Tensor) -> object:
+        """Return what is the same for all that is grafted together, if by layer: the parameter itself."""
+        return param
 
     def build_state(self) -> list[Stack]:
         """Give every parameter its state now, not at its first gradient; return the stacks."""
@@ -323,11 +406,11 @@ class DASH(Optimizer):
 
     def _parameters(self) -> list[Parameter]:
         """Return the parameters that have been preconditioned so far, in the order of the groups."""
-        found, blocks = [], 0
+        found, phases = [], self.phases()
         for group in self.param_groups:
             recipe = recipe_of(group)
             for param in dict.fromkeys(group["params"]):
-                seen = route(group, param)
+                seen = self.geometry_of(group, param)
                 own = self.state.get(param, {})
                 if ("calls" in own) != bool(seen.classes) and "step" in own:
                     raise ValueError(
@@ -335,8 +418,7 @@ class DASH(Optimizer):
                     )
                 check_state(group, param, seen, own)
                 if "calls" in own:
-                    found.append(Parameter(param, group, recipe, seen, blocks))
-                blocks += seen.blocks
+                    found.append(Parameter(param, group, recipe, seen, phases[param], self.layer_of(param)))
         return found
 
     def _check_budget(self, stacks: list[Stack]) -> None:
@@ -354,9 +436,14 @@ class DASH(Optimizer):
                 changed then.
         """
         loaded: list[StateDict] = []
+        taken: list[Any] = []
 
         def check(optimizer: Optimizer, incoming: StateDict) -> None:
             check_groups(self.param_groups, incoming["param_groups"])
+            if self._group is not None:
+                taken.append(self._shared().taken_from(dict(self._by_parameter(incoming))))
+            else:
+                refuse_pieces(incoming["state"])
             loaded.append(incoming)
 
         # after the user's hooks that may rewrite the checkpoint, and before those that may rewrite the state
@@ -369,16 +456,63 @@ class DASH(Optimizer):
         finally:
             before.remove()
             after.remove()
+        if self._group is not None:
+            self._shared().adopt(*taken)
+            self._show_state()
 
-    def _restore_dtypes(self, incoming: StateDict) -> None:
-        """Put tensors back that torch has cast to their parameter's dtype, which loses bits of float32 averages."""
+    def _by_parameter(self, incoming: StateDict) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Yield each parameter that a checkpoint has a state of, and that state."""
         ids = [i for group in incoming["param_groups"] for i in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for i, param in zip(ids, params, strict=True):
-            for name, value in incoming["state"].get(i, {}).items():
+            if i in incoming["state"]:
+                yield param, incoming["state"][i]
+
+    def _restore_dtypes(self, incoming: StateDict) -> None:
+        """Put tensors back that torch has cast to their parameter's dtype, which loses bits of float32 averages."""
+        for param, own in self._by_parameter(incoming):
+            for name, value in own.items():
                 if isinstance(value, Tensor):
                     self.state[param][name] = value.detach().clone().to(param.device)
         self._stacks = None
+
+    def state_dict(self) -> StateDict:
+        """Return the state; where ranks share the work, that of the blocks which this rank owns, as pieces that ``torch.distributed.checkpoint`` puts together."""
+        if self._group is not None:
+            self._show_state()
+        return super().state_dict()
+
+    def full_state_dict(self, to: int | None = None) -> StateDict | None:
+        """Return the state of all ranks as one process would have it, for ``torch.save``; every rank has to call this.
+
+        Args:
+            to: the only rank of the group that is to have it, the others get None; None: all have it.
+        """
+        if self._group is None:
+            return self.state_dict()
+        shown, whole = self.state, self._shared().gathered_state(to)
+        if to is not None and to != self._shared().rank:
+            return None
+        self.state = defaultdict(dict, whole)
+        try:
+            return super().state_dict()
+        finally:
+            self.state = shown
+
+    def _follow_state(self) -> None:
+        """Keep ``state`` true after a step: what it shows is memory of the inner optimizer, until that makes its stacks anew."""
+        shared = self._shared()
+        if shared.inner._stacks is not self._shown or not self.state:
+            self._show_state()
+            self._shown = shared.inner._stacks
+        for count, (_, param) in zip(shared.steps, shared.owners, strict=True):
+            if param in self.state:
+                self.state[param]["step"].fill_(count)
+
+    def _show_state(self) -> None:
+        """Put what this rank owns into ``state``, as views."""
+        self.state.clear()
+        self.state.update(self._shared().shown_state())
 
     def diagnostics(self, *, certify: bool = False) -> Diagnostics:
         """Return what is known of each preconditioned block; see :class:`Diagnostics`. Looks at the device.
@@ -387,13 +521,21 @@ class DASH(Optimizer):
             certify: compute a certified error of each current root against the current factor (``matroots.certify``), which takes several
                 products in float64; without it there is one only with ``refresh="certified"``.
         """
-        return diagnose(self._built(), self.state, float(self._skipped), certify=certify)
+        if self._group is not None:
+            inner = self._shared().inner
+            return diagnose(inner.built(), inner.state, float(self._skipped), certify=certify)
+        return diagnose(self.built(), self.state, float(self._skipped), certify=certify)
 
     def summary(self) -> str:
         """Return a table: for each parameter its path, view and blocks, then the stacks and the memory of the state."""
-        return summarise(self.param_groups, self._built(), self.state, route)
+        if self._group is None:
+            return summarise(self.param_groups, self.built(), self.state, self.geometry_of)
+        shared = self._shared()
+        lines = summarise(self.param_groups, shared.inner.built(), shared.inner.state, self.geometry_of)
+        return f"{lines}\n{shared.summary()}"
 
-    def _built(self) -> list[Stack]:
+    def built(self) -> list[Stack]:
+        """Return the stacks that there are; none before the first step."""
         return self._current_stacks() if self._parameters() else []
 
 

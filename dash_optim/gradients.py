@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,35 +41,35 @@ def nonfinite(active: Active) -> Tensor | None:
     for group, params in active:
         for param in params:
             if param.grad is not None and param.grad.numel():
-                alike[param.device, param.grad.dtype, _ceiling(group, param)].append(param.grad)
+                alike[param.device, param.grad.dtype, ceiling(group, param)].append(param.grad)
     bad = [_too_large(gradients, ceiling) for (_, _, ceiling), gradients in alike.items()]
     if len(bad) > 1:
         return torch.stack([one.to(bad[0].device) for one in bad]).any()
     return bad[0] if bad else None
 
 
-def describe_nonfinite(active: Active, state: Mapping[Tensor, dict[str, Any]]) -> str:
-    """Return which gradient is not finite, and what it looks like."""
-    for group, params in active:
-        for param in params:
-            grad = param.grad
-            if grad is None:
-                continue
-            good = grad.abs() <= _ceiling(group, param) / math.sqrt(grad.numel())
-            if bool(good.all()):
-                continue
-            finite = grad[good].double()
-            extent = f"{float(finite.min()):.3g} to {float(finite.max()):.3g}" if len(finite) else "none"
-            step = int(state.get(param, {}).get("step", 0)) + 1
-            return (
-                f"gradient of {parameter_name(group, param)}: {grad.numel() - len(finite)} of {grad.numel()} elements are NaN,"
-                f" infinite or so large that their squares are, at its step {step}; the others are {extent}, of norm"
-                f" {float(finite.norm()):.3g}. Nothing was changed; nonfinite='skip' leaves such steps out"
-            )
+def describe_nonfinite(
+    gradients: Iterable[tuple[dict[str, Any], Tensor, Tensor | None]], state: Mapping[Tensor, dict[str, Any]]
+) -> str:
+    """Return which gradient is not finite, and what it looks like; ``gradients`` are (group, parameter, gradient)."""
+    for group, param, grad in gradients:
+        if grad is None or grad.numel() == 0:
+            continue
+        good = grad.abs() <= ceiling(group, param) / math.sqrt(grad.numel())
+        if bool(good.all()):
+            continue
+        finite = grad[good].double()
+        extent = f"{float(finite.min()):.3g} to {float(finite.max()):.3g}" if len(finite) else "none"
+        step = int(state.get(param, {}).get("step", 0)) + 1
+        return (
+            f"gradient of {parameter_name(group, param)}: {grad.numel() - len(finite)} of {grad.numel()} elements are NaN,"
+            f" infinite or so large that their squares are, at its step {step}; the others are {extent}, of norm"
+            f" {float(finite.norm()):.3g}. Nothing was changed; nonfinite='skip' leaves such steps out"
+        )
     return "gradients: not finite"
 
 
-def _ceiling(group: dict[str, Any], param: Tensor) -> float:
+def ceiling(group: dict[str, Any], param: Tensor) -> float:
     """Return the norm of a gradient up to which the averages of its squares cannot overflow: an infinity would never leave them."""
     in_double = param.dtype == torch.float64 and group["factor_dtype"] != torch.float32
     return math.sqrt(torch.finfo(torch.float64 if in_double else torch.float32).max)

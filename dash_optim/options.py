@@ -180,7 +180,7 @@ class Recipe:
 
         "auto", with a relative damping, whose floor fixes the work beforehand, is designed for a relative error of ``tol`` (2 %, far below the error that
         factors have as averages of few gradients): by the best rational approximation on CPUs, which are good at Cholesky factors, and for a p that is no
-        integer; else, and where ``matmul_dtype`` or ``max_steps`` speak of products, by minimax polynomials. Without relative damping it is matroots' own "auto".
+        integer; else, and where ``matmul_dtype`` speaks of products, by minimax polynomials. Without relative damping it is matroots' own "auto".
         """
         if self.solver == "auto":
             return self._chosen(p, device)
@@ -193,10 +193,9 @@ class Recipe:
         return solver
 
     def _chosen(self, p: Exponent, device: torch.device) -> Solver | str:
-        of_products = self.matmul_dtype is not None or self.max_steps is not None
         if self.rel_damping == 0 and self.matmul_dtype is None:
             return "auto"
-        if as_integer(p) is not None and (of_products or device.type != "cpu"):
+        if as_integer(p) is not None and (self.matmul_dtype is not None or device.type != "cpu"):
             Minimax().check(p, self.tol, self.max_steps)
             return Minimax()
         if self.matmul_dtype is not None:
@@ -238,7 +237,8 @@ def recipe_of(group: Mapping[str, Any]) -> Recipe:
     """Return the recipe that a (normalised) group describes."""
     p = group["p"]
     return Recipe(
-        **{name: group[name] for name in _RECIPE_FIELDS},
+        **{name: group[name] for name in _RECIPE_FIELDS if name != "betas"},
+        betas=tuple(group["betas"]),  # torch.distributed.checkpoint makes lists of tuples
         solver="auto" if group["method"] == "auto" else built("method", group["method"]),
         scaling=built("scaling", group["scaling"]),
         p=None if p is None else parse_exponent(Fraction(p) if isinstance(p, str) else p),

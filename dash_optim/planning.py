@@ -11,28 +11,21 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from dash_optim.cost import POLE as POLE
+from dash_optim.cost import block_cost
 from dash_optim.dash import DASH
 from dash_optim.diagnostics import state_bytes
 from dash_optim.names import label
-from dash_optim.options import Recipe
 from dash_optim.shadows import Groups, Model, twins_of
 from dash_optim.stacks import Stack
-from matroots import EVD, Rational, inv_root_ex
 from matroots._arguments import check_number
-from matroots._exponent import Exponent
 
 BLOCK_SIZES: Final = (64, 128, 256, 512, 1024, 2048, math.inf)
-EIGENDECOMPOSITION: Final = 4.5
-"""In products of ``2 n^3``: ``9 n^3`` operations for eigenvalues and vectors (Golub and Van Loan, Matrix Computations, section 8.3)."""
-POLE: Final = 0.5
-"""In products: two triangular factors and a product of them, ``n^3/3`` each (docs/rational.md)."""
-_PROBE = 16
 
 
 @dataclass(frozen=True)
@@ -107,8 +100,12 @@ class Plan:
         for row in self.rows:
             mark = "" if row.fits is None else "  fits" if row.fits else "  too large"
             mark += ", the largest" if row is self.largest else ""
-            held = [_size(n) for n in (row.state_bytes, row.kinds.get("factor", 0), row.kinds.get("root", 0))]
-            work = [_count(n) for n in (row.step_operations, row.refresh_operations, row.mean_operations)]
+            held = [
+                in_bytes(n) for n in (row.state_bytes, row.kinds.get("factor", 0), row.kinds.get("root", 0))
+            ]
+            work = [
+                in_operations(n) for n in (row.step_operations, row.refresh_operations, row.mean_operations)
+            ]
             lines.append(
                 f"{_block(row.block_size):>10} {row.blocks:>8} {held[0]:>11} {held[1]:>11} {held[2]:>11}"
                 f" {work[0]:>8} {work[1]:>8} {work[2]:>8}{mark}"
@@ -126,7 +123,7 @@ class Plan:
             first = same[0]
             name = f"{first.count} of {'x'.join(map(str, first.shape))} {first.kind}"
             numbers = (
-                _size(layer.state_bytes) if what == "state" else _count(layer.refresh_operations)
+                in_bytes(layer.state_bytes) if what == "state" else in_operations(layer.refresh_operations)
                 for layer in same
             )
             yield f"{name:<56.56}" + "".join(f" {number:>10}" for number in numbers)
@@ -218,40 +215,14 @@ def _work(
     mean = 0.0
     for stack in stacks:
         recipe, device = stack.recipe, devices[stack.members[0].param]
-        sides = [stack.shape[dim] for dim in stack.factored]
-        # each factor gains a product G G^T, and one more of that size applies its root
-        step = 4.0 * math.prod(stack.shape) * sum(sides)
-        refresh = sum(2.0 * n**3 * products_per_root(recipe, stack.p, n, stack.dtype, device) for n in sides)
+        cost = block_cost(recipe, stack.p, stack.members[0].blocks, stack.dtype, device)
         often = math.nan if recipe.refresh == "certified" else 1 / recipe.update_freq
-        mean += stack.blocks * (step + refresh * often)
+        mean += stack.blocks * (cost.step + cost.refresh * often)
         for member in stack.members:
             blocks, a, b = found[member.param]
             count = member.blocks.count
-            found[member.param] = blocks + count, a + count * step, b + count * refresh
+            found[member.param] = blocks + count, a + count * cost.step, b + count * cost.refresh
     return found, mean
-
-
-@lru_cache(maxsize=1024)
-def products_per_root(recipe: Recipe, p: Exponent, n: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Return how many products of ``n x n`` matrices a root takes by the recipe's solver; NaN where that is not known beforehand.
-
-    The solver is asked: it solves one small matrix whose spectrum reaches down to the damping, with its own count of products. That count depends on n only
-    through a tolerance, which is scaled. Methods without a fixed schedule may take fewer for a factor that is better conditioned.
-    """
-    solver = recipe.solver_for(p, device)
-    if solver == "auto" and recipe.tol is not None:
-        return math.nan
-    keywords = recipe.keywords(p, n, dtype, device)
-    m = min(n, _PROBE)
-    if keywords["tol"] is not None:
-        keywords["tol"] *= math.sqrt(m / n)  # the same relative error in each eigenvalue
-    lowest = max(recipe.rel_damping, torch.finfo(dtype).eps)
-    spectrum = torch.logspace(0, math.log10(lowest), m, dtype=dtype, device="cpu")
-    result = inv_root_ex(torch.diag(spectrum), p, **keywords)
-    products = float(result.matmuls)
-    if isinstance(solver, Rational):
-        return products + POLE * float(result.steps)
-    return products + (EIGENDECOMPOSITION if solver == "auto" or isinstance(solver, EVD) else 0.0)
 
 
 def _kind(group: dict[str, Any], param: Tensor) -> str:
@@ -265,15 +236,15 @@ def _block(size: float) -> str:
     return "whole" if math.isinf(size) else str(int(size))
 
 
-def _size(count: float) -> str:
+def in_bytes(count: float) -> str:
     """Return bytes in the unit that suits them."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20)):
         if count >= scale:
             return f"{count / scale:.1f} {unit}"
     return f"{count / 2**10:.1f} KiB"
 
 
-def _count(operations: float) -> str:
+def in_operations(operations: float) -> str:
     """Return a number of operations with the prefix that suits it, "?" where it is not known."""
     if math.isnan(operations):
         return "?"

@@ -56,6 +56,7 @@ class Member:
     blocks: BlockClass
     start: int
     phase: int  # how many blocks the optimizer's parameters before this one have, for staggered refreshes
+    layer: object  # what has the same is grafted together, if by layer
 
     @property
     def stop(self) -> int:
@@ -220,6 +221,7 @@ class Parameter:
     recipe: Recipe
     geometry: Geometry
     phase: int
+    layer: object
 
 
 def build_stacks(parameters: Iterable[Parameter], state: dict[Tensor, dict[str, Any]]) -> list[Stack]:
@@ -244,7 +246,9 @@ def _stack(kind: list[tuple[Parameter, BlockClass]], state: dict[Tensor, dict[st
     start = 0
     for i, (parameter, blocks) in enumerate(kind):
         view = parameter.geometry.view
-        members.append(Member(i, parameter.param, parameter.group, view, blocks, start, parameter.phase))
+        members.append(
+            Member(i, parameter.param, parameter.group, view, blocks, start, parameter.phase, parameter.layer)
+        )
         start = members[-1].stop
     first, blocks = kind[0]
     recipe, dtype = first.recipe, first.recipe.dtype_for(first.param)

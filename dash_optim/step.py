@@ -88,15 +88,15 @@ def _apply_grafted(
 
 def finish_layers(waiting: list[Waiting], taken: Scalar) -> None:
     """Graft whole parameters: the squares of the norms of all their blocks, of whatever shape, are added first."""
-    squares: dict[Tensor, Tensor] = defaultdict(lambda: torch.zeros((), device="cpu"))
+    squares: dict[object, Tensor] = defaultdict(lambda: torch.zeros((), device="cpu"))
     for one in waiting:
         U_norm = norm(one.U).to(one.D_norm.dtype) * one.factor
         both = torch.stack([one.D_norm, U_norm]).square()
         for member, _, where in one.chunk.pieces:
-            squares[member.param] = squares[member.param].to(both) + both[:, where].sum(1)
+            squares[member.layer] = squares[member.layer].to(both) + both[:, where].sum(1)
     for one in waiting:
         of_blocks = [
-            squares[member.param].sqrt().unsqueeze(-1).expand(2, where.stop - where.start)
+            squares[member.layer].sqrt().unsqueeze(-1).expand(2, where.stop - where.start)
             for member, _, where in one.chunk.pieces
         ]
         D_norm, U_norm = torch.cat(of_blocks, dim=1)

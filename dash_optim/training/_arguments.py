@@ -90,13 +90,19 @@ def mapping_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the command line as one mapping of sections; nothing is started before they and ``--out`` are known to be usable."""
     require_extras("training needs", "train", also=["yaml"])
     check_folder(options.out)
+    merged = merged_settings(options.settings)
+    return assign(merged, "data.paths", options.data) if options.data else merged
+
+
+def merged_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of YAML files and of ``section.key=value``, the later over the earlier."""
     merged: dict[str, Any] = {}
-    for text in options.settings:
+    for text in texts:
         if text.endswith((".yaml", ".yml")) and "=" not in text:
             merged = _merged(merged, _read(Path(text)))
         else:
             merged = override(merged, [text])
-    return assign(merged, "data.paths", options.data) if options.data else merged
+    return merged
 
 
 def contestants(
