@@ -9,9 +9,13 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
-Handler = Callable[[int, FrameType | None], Any]
+Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(KeyboardInterrupt):
+    """A run has ended because it was asked to, and has written what there is."""
 
 
 class Stop:

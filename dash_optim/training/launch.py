@@ -1,0 +1,149 @@
+"""How several ranks come to be: torchrun starts a process for each, and says in their environment which of how many each is.
+
+They end together too. A rank that fails says why, in one line, and ends; the others notice that it has gone, or are told by torchrun, and end in silence.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from dash_optim.training.ranks import LostError, Ranks, Several, first_line
+from dash_optim.training.settings import Training
+from dash_optim.training.stop import Stopped, handling
+from matroots._command import INTERRUPTED, InputError, MissingExtraError
+
+VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_SPOKEN: Final = "dash_optim/spoken"
+_PATIENCE: Final = 1.0  # seconds in which a rank that has failed says so
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What torchrun has told a process: its number, that on its machine, and where all can be asked."""
+
+    rank: int
+    count: int
+    local: int
+    store: dist.Store = field(repr=False)
+
+    def place(self, training: Training) -> torch.device:
+        """Return the device of this rank; raise :class:`InputError` where each cannot have one of its own."""
+        device = training.place()
+        if device.type == "cpu":
+            return device
+        if device.type != "cuda" or device.index is not None:
+            raise InputError(
+                f"training.device: expected 'cpu', or 'cuda' (each rank takes the one of its LOCAL_RANK), with several ranks, got {str(device)!r}"
+            )
+        there = torch.cuda.device_count()
+        if self.local >= there:
+            raise InputError(
+                f"training.device: expected a CUDA device for each rank, there are {there} here; start at most so many, or give training.device=cpu"
+            )
+        device = torch.device("cuda", self.local)
+        torch.cuda.set_device(device)
+        return device
+
+    def speaks(self, error: BaseException) -> bool:
+        """Return whether this rank is to say what went wrong: the first that knows. That others are lost is said only where nobody knows more."""
+        end = time.monotonic() + (_PATIENCE if isinstance(error, LostError) else 0.0)
+        try:
+            while time.monotonic() < end and not self.store.check([_SPOKEN]):
+                time.sleep(0.02)
+            return self.store.add(_SPOKEN, 1) == 1
+        except RuntimeError:  # it has gone with who kept it
+            return True
+
+
+def is_launched() -> bool:
+    """Return whether torchrun, or whatever sets the same variables, has started this process."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launched() -> Launch | None:
+    """Return what this process has been told, None where nothing has; raise :class:`InputError` where it makes no sense."""
+    if not is_launched():
+        return None
+    for name in VARIABLES:
+        value = os.environ.get(name, "")
+        if not value or (name != "MASTER_ADDR" and not value.isdecimal()):
+            raise InputError(
+                f"{name}: expected what torchrun sets beside RANK and WORLD_SIZE, {'got ' + repr(value) if value else 'which is not there'}"
+            )
+    rank, count, local = (int(os.environ[name]) for name in VARIABLES[:3])
+    try:
+        store, *_ = next(rendezvous("env://", rank, count, timeout=timedelta(minutes=5)))
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"rank {rank}: cannot reach the other ranks: {first_line(error)}") from error
+    return Launch(rank, count, local, store)
+
+
+def refuse_ranks(command: str) -> None:
+    """Raise :class:`InputError` if several ranks do what one process has to."""
+    if is_launched():
+        raise InputError(
+            f"{command}: trains many models, each in one process; start it without torchrun, which is for train"
+        )
+
+
+@contextmanager
+def joined(launch: Launch | None, training: Training) -> Iterator[Ranks]:
+    """Bring the ranks together while the body runs: over gloo on CPUs, NCCL on CUDA.
+
+    Raises:
+        InputError: where a rank has no device, or not the kind that the first has.
+    """
+    if launch is None:
+        yield Ranks()
+        return
+    device = launch.place(training)
+    launch.store.set(f"dash_optim/device/{launch.rank}", device.type)
+    first = launch.store.get("dash_optim/device/0").decode()
+    if device.type != first:
+        raise InputError(
+            f"training.device: expected the same kind for all ranks, got {device.type} here and {first} on rank 0"
+        )
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("dash_optim/group", launch.store),
+        rank=launch.rank,
+        world_size=launch.count,
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        yield Several(device)
+    except Stopped:
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()  # after an error the others may be in the middle of something: that this process ends is what they notice
+
+
+@contextmanager
+def one_speaks(launch: Launch | None) -> Iterator[None]:
+    """Let one rank say why all end: in the others whatever the body raises becomes a silent ``SystemExit``."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt) as error:
+        if launch is None:
+            raise
+        with handling(signal.SIG_IGN):  # torchrun ends the others of a rank that has ended
+            speaks = launch.speaks(error)
+        if not speaks:
+            raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
+        said = f"rank {launch.rank}: {error}"
+        if isinstance(error, MissingExtraError):
+            raise MissingExtraError(said) from error
+        if isinstance(error, (InputError, LostError)):
+            raise InputError(said) from error
+        raise
