@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,12 @@ from dash_optim.__main__ import main
 from dash_optim.training import checkpoint, loop
 from dash_optim.training._packed import pack, unpack
 from dash_optim.training.checkpoint import latest
+from dash_optim.training.launch import Launch
 from dash_optim.training.metrics import read
 from dash_optim.training.outcome import Outcome
 from dash_optim.training.run import Run
+from dash_optim.training.settings import Training
+from matroots._command import InputError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -51,6 +54,21 @@ def without_fsync(monkeypatch):
 @pytest.fixture
 def data(tmp_path):
     return text(tmp_path / "text.txt")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What runs compute that nothing happens to, by their steps, batch and ranks; each is run once."""
+
+    @cache
+    def find(count: int, *more: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        argv = words("train", *more, data=text(folder / "text.txt"), out=folder / "run")
+        codes, logs = ranks(argv, count, folder)
+        assert codes == [0] * count, logs
+        return computed(folder / "run")
+
+    return find
 
 
 def free_port() -> int:
@@ -192,18 +210,17 @@ def test_a_signal_to_any_rank_stops_all_and_any_number_goes_on(tmp_path, data):
     assert_close(folder, tmp_path / "whole")
 
 
-def test_three_ranks_that_go_on_end_where_three_undisturbed_ones_do(tmp_path, data):
+def test_three_ranks_that_go_on_end_where_three_undisturbed_ones_do(tmp_path, data, undisturbed):
     """Sums over three ranks are rounded as the buckets of gradients lie."""
     argv = words("train", "batch=6", data=data, out=tmp_path / "run")
     stopping = in_step(4, 2, partial(signal.raise_signal, signal.SIGINT))
     assert ranks(argv, 3, tmp_path, before=stopping)[0] == [130] * 3
     assert ranks(argv, 3, tmp_path)[0] == [0] * 3
-    assert ranks(words("train", "batch=6", data=data, out=tmp_path / "whole"), 3, tmp_path)[0] == [0] * 3
-    assert computed(tmp_path / "run") == computed(tmp_path / "whole")
+    assert computed(tmp_path / "run") == undisturbed(3, "batch=6")
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_a_killed_rank_ends_the_other_and_they_go_on_from_the_checkpoint(tmp_path, data, dying):
+def test_a_killed_rank_ends_the_other_and_they_go_on_from_the_checkpoint(tmp_path, data, undisturbed, dying):
     argv = words("train", data=data, out=tmp_path / "run")
     started = time.monotonic()
     codes, logs = ranks(argv, 2, tmp_path, before=in_step(8, dying, killed))
@@ -215,26 +232,21 @@ def test_a_killed_rank_ends_the_other_and_they_go_on_from_the_checkpoint(tmp_pat
     ]
     assert latest(tmp_path / "run")[0] == 5
     assert ranks(argv, 2, tmp_path)[0] == [0, 0]
-    assert ranks(words("train", data=data, out=tmp_path / "whole"), 2, tmp_path)[0] == [0, 0]
-    assert computed(tmp_path / "run") == computed(tmp_path / "whole")
+    assert computed(tmp_path / "run") == undisturbed(2)
 
 
-def test_a_finished_run_is_told_again_and_another_is_refused(tmp_path, data):
-    argv = words("train", data=data, out=tmp_path / "run")
-    assert ranks(argv, 2, tmp_path)[0] == [0, 0]
+def test_a_finished_run_is_not_run_again_and_another_is_refused(tmp_path, data):
+    argv = words("train", "steps=2", data=data, out=tmp_path / "run")
+    assert main(argv) == 0
     left = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    codes, logs = ranks(argv, 2, tmp_path)
+    codes, logs = ranks(argv, 2, tmp_path, before=in_step(1, 0, killed))
     assert codes == [0, 0]
-    assert "12 of 12, finished" in logs[0]
-    codes, logs = ranks([*argv, "--fresh", "steps=13"], 2, tmp_path, before=in_step(2, 0, killed))
-    assert codes[0] == -signal.SIGKILL
-    codes, logs = ranks(argv, 2, tmp_path)
-    assert sorted(codes) == [1, 2]
-    (said,) = errors(logs)
+    assert "2 of 2, finished" in logs[0]
+    said = said_once([*argv, "steps=3"], tmp_path)
     assert (
-        "rank 0: --out: this folder holds a run with other settings (training.steps: 13 then, 12 now)" in said
+        "rank 0: --out: this folder holds a run with other settings (training.steps: 2 then, 3 now)" in said
     )
-    assert left
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == left
 
 
 # failures
@@ -273,6 +285,31 @@ def test_data_that_one_rank_lacks(tmp_path, data):
     )
     assert said == f"dash_optim: error: rank 1: {tmp_path / 'no'}: no such file or folder"
     assert not (tmp_path / "run").exists()
+
+
+def test_settings_that_one_rank_lacks(tmp_path, data):
+    """Before the ranks have met."""
+    said = said_once(
+        lambda rank: words("train", *["no.yaml"] * rank, data=data, out=tmp_path / "run"), tmp_path
+    )
+    assert said == "dash_optim: error: rank 1: no.yaml: cannot be read: No such file or directory"
+
+
+def test_each_rank_has_a_device_of_its_own(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(Training, "place", lambda self: torch.device(self.device))
+    store = dist.HashStore()
+    assert Launch(3, 4, 1, store).place(Training(device="cuda")) == torch.device("cuda", 1) == chosen[0]
+    assert Launch(3, 4, 1, store).place(Training(device="cpu")) == torch.device("cpu")
+    for device, expected in (
+        ("cuda:0", "'cuda' (each rank takes the one of its LOCAL_RANK), with several ranks, got 'cuda:0'"),
+        ("meta", "got 'meta'"),
+        ("cuda", "expected a CUDA device for each rank, there are 2 here"),
+    ):
+        with pytest.raises(InputError, match=re.escape(expected)):
+            Launch(3, 4, 2, store).place(Training(device=device))
 
 
 def test_ranks_with_other_settings_or_data(tmp_path, data):
@@ -412,8 +449,8 @@ def workers(parent: int) -> list[int]:
     return sorted(int(pid) for path in found for pid in path.read_text().split())
 
 
-def test_torchrun_and_the_kill_of_a_rank(tmp_path, data):
-    argv = words("train", "steps=300", data=data, out=tmp_path / "run")
+def test_torchrun_and_the_kill_of_a_rank(tmp_path, data, undisturbed):
+    argv = words("train", "steps=100", data=data, out=tmp_path / "run")
     alone = ("--standalone", "--nproc-per-node", "2")
     with torchrun(argv, tmp_path / "log", *alone) as process:
         until(lambda: lines(tmp_path / "run") >= 12)
@@ -429,16 +466,15 @@ def test_torchrun_and_the_kill_of_a_rank(tmp_path, data):
         assert not any(Path(f"/proc/{pid}").exists() for pid in own)
     said = (tmp_path / "log").read_text()
     assert said.count("dash_optim: error: rank 0: another rank has ended or cannot be reached") == 1
-    assert lines(tmp_path / "run") < 300
+    assert lines(tmp_path / "run") < 100
     with torchrun(argv, tmp_path / "log", *alone) as process:
         assert process.wait(60) == 0
-    assert "300 of 300, finished" in (tmp_path / "log").read_text()
-    assert ranks(words("train", "steps=300", data=data, out=tmp_path / "whole"), 2, tmp_path)[0] == [0, 0]
-    assert computed(tmp_path / "run") == computed(tmp_path / "whole")
+    assert "100 of 100, finished" in (tmp_path / "log").read_text()
+    assert computed(tmp_path / "run") == undisturbed(2, "steps=100")
 
 
-def test_two_machines_and_a_signal_to_one_of_them(tmp_path, data):
-    argv = words("train", "steps=300", data=data, out=tmp_path / "run")
+def test_two_machines_and_a_signal_to_one_of_them(tmp_path, data, undisturbed):
+    argv = words("train", "steps=100", data=data, out=tmp_path / "run")
     place = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}")
     with ExitStack() as running:
         machines = [running.enter_context(torchrun(argv, tmp_path / f"log{i}", *place)) for i in range(2)]
@@ -448,8 +484,7 @@ def test_two_machines_and_a_signal_to_one_of_them(tmp_path, data):
     said = "".join((tmp_path / f"log{i}").read_text() for i in range(2))
     assert said.count("dash_optim: interrupted; ") == 1
     step = latest(tmp_path / "run")[0]
-    assert step == lines(tmp_path / "run") < 300
+    assert step == lines(tmp_path / "run") < 100
     assert json.loads((tmp_path / "run" / "result.json").read_text())["step"] == step
     assert ranks(argv, 2, tmp_path)[0] == [0, 0]
-    assert ranks(words("train", "steps=300", data=data, out=tmp_path / "whole"), 2, tmp_path)[0] == [0, 0]
-    assert computed(tmp_path / "run") == computed(tmp_path / "whole")
+    assert computed(tmp_path / "run") == undisturbed(2, "steps=100")

@@ -6,7 +6,6 @@ They end together too. A rank that fails says why, in one line, and ends; the ot
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,16 +15,18 @@ from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from dash_optim.training.ranks import LostError, Ranks, Several, first_line
 from dash_optim.training.settings import Training
-from dash_optim.training.stop import Stopped, handling
+from dash_optim.training.stop import Stopped, ignore_signals
 from matroots._command import INTERRUPTED, InputError, MissingExtraError
 
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _SPOKEN: Final = "dash_optim/spoken"
 _PATIENCE: Final = 1.0  # seconds in which a rank that has failed says so
+_PATIENCE_TO_MEET: Final = 600.0  # seconds that ranks may be apart when they start
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Launch:
     rank: int
     count: int
     local: int
-    store: dist.Store = field(repr=False)
+    store: Store = field(repr=False)
 
     def place(self, training: Training) -> torch.device:
         """Return the device of this rank; raise :class:`InputError` where each cannot have one of its own."""
@@ -55,13 +56,24 @@ class Launch:
         torch.cuda.set_device(device)
         return device
 
+    def meet(self, own: str) -> str:
+        """Wait until all ranks have come this far, each with something to say, and return what the first says; raise :class:`LostError` if one has failed before."""
+        names = [f"dash_optim/here/{rank}" for rank in range(self.count)]
+        self.store.set(names[self.rank], own)
+        end = time.monotonic() + _PATIENCE_TO_MEET
+        while not self.store.check(names):
+            if self.store.check([_SPOKEN]) or time.monotonic() > end:
+                raise LostError("another rank has failed, or has not come")
+            time.sleep(0.02)
+        return self.store.get(names[0]).decode()
+
     def speaks(self, error: BaseException) -> bool:
         """Return whether this rank is to say what went wrong: the first that knows. That others are lost is said only where nobody knows more."""
         end = time.monotonic() + (_PATIENCE if isinstance(error, LostError) else 0.0)
         try:
             while time.monotonic() < end and not self.store.check([_SPOKEN]):
                 time.sleep(0.02)
-            return self.store.add(_SPOKEN, 1) == 1
+            return int(self.store.add(_SPOKEN, 1)) == 1
         except RuntimeError:  # it has gone with who kept it
             return True
 
@@ -83,7 +95,7 @@ def launched() -> Launch | None:
             )
     rank, count, local = (int(os.environ[name]) for name in VARIABLES[:3])
     try:
-        store, *_ = next(rendezvous("env://", rank, count, timeout=timedelta(minutes=5)))
+        store, *_ = next(rendezvous("env://", rank, count, timeout=timedelta(seconds=_PATIENCE_TO_MEET)))
     except (RuntimeError, ValueError) as error:
         raise InputError(f"rank {rank}: cannot reach the other ranks: {first_line(error)}") from error
     return Launch(rank, count, local, store)
@@ -108,15 +120,14 @@ def joined(launch: Launch | None, training: Training) -> Iterator[Ranks]:
         yield Ranks()
         return
     device = launch.place(training)
-    launch.store.set(f"dash_optim/device/{launch.rank}", device.type)
-    first = launch.store.get("dash_optim/device/0").decode()
+    first = launch.meet(device.type)
     if device.type != first:
         raise InputError(
             f"training.device: expected the same kind for all ranks, got {device.type} here and {first} on rank 0"
         )
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("dash_optim/group", launch.store),
+        store=PrefixStore("dash_optim/group", launch.store),
         rank=launch.rank,
         world_size=launch.count,
         device_id=device if device.type == "cuda" else None,
@@ -137,9 +148,8 @@ def one_speaks(launch: Launch | None) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         if launch is None:
             raise
-        with handling(signal.SIG_IGN):  # torchrun ends the others of a rank that has ended
-            speaks = launch.speaks(error)
-        if not speaks:
+        ignore_signals()  # torchrun ends all when one has ended, and this one is to say why
+        if not launch.speaks(error):
             raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1) from None
         said = f"rank {launch.rank}: {error}"
         if isinstance(error, MissingExtraError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist  # which torch loads anyway; what takes long is loaded where there are ranks
@@ -135,20 +135,20 @@ class Several(Ranks):
         if failed:
             raise LostError("rank 0 has failed")
         with self.reaching():
-            return self._spread(value)  # type: ignore[arg-type]
+            found: T = self._spread(value)
+            return found
 
-    def _spread(self, value: T) -> T:
+    def _spread(self, value: Any) -> Any:
         """Return the first rank's value; the memory of its tensors travels apart, and as it is."""
         content, storages = pack(value) if self.leads else (b"", [])
         said = [content]
         dist.broadcast_object_list(said, 0, group=self._hosts)
-        found: T = value
         if not self.leads:
-            found, storages = unpack(said[0])
+            value, storages = unpack(said[0])
         for storage in storages:
             if storage.nbytes():
                 dist.broadcast(torch.empty(0, dtype=torch.uint8).set_(storage), 0, group=self._hosts)
-        return found
+        return value
 
     def trained(self, model: nn.Module, loss: Loss) -> Loss:
         """Return the loss as a module whose gradients are averaged over all ranks."""

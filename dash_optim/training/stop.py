@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
 
-Handler = Callable[[int, FrameType | None], Any] | signal.Handlers
+Handler = Callable[[int, FrameType | None], Any]
 
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
@@ -44,6 +44,13 @@ class Stop:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
+
+
+def ignore_signals() -> None:
+    """Hear neither of them any more, for a process that is about to end."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
