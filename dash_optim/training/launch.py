@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,19 +25,27 @@ from dash_optim.training.stop import Stopped, ignore_signals
 from matroots._command import INTERRUPTED, InputError, MissingExtraError
 
 VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_SPOKEN: Final = "dash_optim/spoken"
 _PATIENCE: Final = 1.0  # seconds in which a rank that has failed says so
 _PATIENCE_TO_MEET: Final = 600.0  # seconds that ranks may be apart when they start
 
 
-@dataclass(frozen=True)
+@dataclass
 class Launch:
-    """What torchrun has told a process: its number, that on its machine, and where all can be asked."""
+    """What torchrun has told a process.
+
+    Attributes:
+        rank: the number of this one.
+        count: how many there are.
+        local: the number of this one on its machine.
+        store: where all can leave words for each other.
+        round: how the ranks call what they do together there; until they have met, which time it is that torchrun starts them.
+    """
 
     rank: int
     count: int
     local: int
     store: Store = field(repr=False)
+    round: str
 
     def place(self, training: Training) -> torch.device:
         """Return the device of this rank; raise :class:`InputError` where each cannot have one of its own."""
@@ -57,23 +66,50 @@ class Launch:
         return device
 
     def meet(self, own: str) -> str:
-        """Wait until all ranks have come this far, each with something to say, and return what the first says; raise :class:`LostError` if one has failed before."""
-        names = [f"dash_optim/here/{rank}" for rank in range(self.count)]
-        self.store.set(names[self.rank], own)
+        """Wait until all ranks have come this far, and return what the first had to say; raise :class:`LostError` if one has failed before.
+
+        torchrun may start ranks again with the store of those before them, in which any key may be theirs. So the first rank gives this round a name that was
+        never there, and the others believe it when it has answered what only they can have asked.
+        """
         end = time.monotonic() + _PATIENCE_TO_MEET
-        while not self.store.check(names):
-            if self.store.check([_SPOKEN]) or time.monotonic() > end:
-                raise LostError("another rank has failed, or has not come")
-            time.sleep(0.02)
-        return self.store.get(names[0]).decode()
+        asked = uuid.uuid4().hex
+        if self.rank == 0:
+            name = f"{asked}/{own}"
+            self.store.set("round", name)
+            questions = [f"{name}/question/{rank}" for rank in range(1, self.count)]
+            while questions and not self.store.check(questions):
+                self._wait(end)
+            for question in questions:
+                self.store.set(f"{question}/answer", self.store.get(question).decode())
+        else:
+            while True:
+                name = self.store.get("round").decode() if self.store.check(["round"]) else "none"
+                question = f"{name}/question/{self.rank}"
+                self.store.set(question, asked)
+                answer = f"{question}/answer"
+                if self.store.check([answer]) and self.store.get(answer).decode() == asked:
+                    break
+                self._wait(end)
+        self.round = name
+        return name.partition("/")[2]
+
+    def _wait(self, end: float) -> None:
+        if self.store.check([self._spoken]) or time.monotonic() > end:
+            raise LostError("another rank has failed, or has not come")
+        time.sleep(0.02)
+
+    @property
+    def _spoken(self) -> str:
+        """What tells that a rank has said why it ends."""
+        return f"{self.round}/spoken"
 
     def speaks(self, error: BaseException) -> bool:
         """Return whether this rank is to say what went wrong: the first that knows. That others are lost is said only where nobody knows more."""
         end = time.monotonic() + (_PATIENCE if isinstance(error, LostError) else 0.0)
         try:
-            while time.monotonic() < end and not self.store.check([_SPOKEN]):
+            while time.monotonic() < end and not self.store.check([self._spoken]):
                 time.sleep(0.02)
-            return int(self.store.add(_SPOKEN, 1)) == 1
+            return int(self.store.add(self._spoken, 1)) == 1
         except RuntimeError:  # it has gone with who kept it
             return True
 
@@ -98,7 +134,8 @@ def launched() -> Launch | None:
         store, *_ = next(rendezvous("env://", rank, count, timeout=timedelta(seconds=_PATIENCE_TO_MEET)))
     except (RuntimeError, ValueError) as error:
         raise InputError(f"rank {rank}: cannot reach the other ranks: {first_line(error)}") from error
-    return Launch(rank, count, local, store)
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Launch(rank, count, local, PrefixStore("dash_optim", store), f"start {again}")
 
 
 def refuse_ranks(command: str) -> None:
@@ -127,7 +164,7 @@ def joined(launch: Launch | None, training: Training) -> Iterator[Ranks]:
         )
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore("dash_optim/group", launch.store),
+        store=PrefixStore(f"{launch.round}/group", launch.store),
         rank=launch.rank,
         world_size=launch.count,
         device_id=device if device.type == "cuda" else None,
