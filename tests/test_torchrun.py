@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from training_jobs import Child, command, computed, flat, lines, text, until, words
 
 from dash_optim import DASH, PreconditionerError
@@ -172,7 +173,11 @@ def test_ranks_train_what_one_process_does(tmp_path, data, count, more):
     assert set(logs[1:]) == {""}
     one, several = Outcome.read(tmp_path / "one"), Outcome.read(tmp_path / "run")
     assert (several.loss, several.roots) == (pytest.approx(one.loss, abs=CLOSE), one.roots)
-    assert set(read(tmp_path / "run")[-1]) == set(read(tmp_path / "one")[-1])
+    last, expected = read(tmp_path / "run")[-1], read(tmp_path / "one")[-1]
+    assert set(last) == set(expected)
+    for name in expected:
+        if name.startswith(("dash/", "grafting/")):
+            assert last[name] == pytest.approx(expected[name], rel=0.02, nan_ok=True), name
     if "adamw" not in more[0] and "muon" not in more[0]:
         assert several.optimizer_bytes < one.optimizer_bytes * (1 / count + 0.3)  # blocks are few here
 
@@ -187,6 +192,23 @@ def test_shares_of_a_batch_are_the_batch(tmp_path, data):
     norms = [[record["gradient_norm"] for record in read(tmp_path / name)] for name in ("run", "one")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     assert len(set(losses(tmp_path / "one"))) > 10
+
+
+def test_gradients_travel_once_a_step(tmp_path, data):
+    def noting(rank: int) -> None:
+        forward = DistributedDataParallel.forward
+
+        def noted(self: DistributedDataParallel, *inputs: Any) -> Any:
+            with (tmp_path / f"noted{rank}").open("a") as stream:
+                stream.write("+" if self.require_backward_grad_sync else "-")
+            return forward(self, *inputs)
+
+        DistributedDataParallel.forward = noted
+
+    argv = words("train", "accumulate=3", "steps=2", data=data, out=tmp_path / "run")
+    assert ranks(argv, 2, tmp_path, before=noting)[0] == [0, 0]
+    for rank in range(2):  # first what lays out the buckets
+        assert (tmp_path / f"noted{rank}").read_text() == "+" + 2 * "--+"
 
 
 # stops, and going on
@@ -210,29 +232,23 @@ def test_a_signal_to_any_rank_stops_all_and_any_number_goes_on(tmp_path, data):
     assert_close(folder, tmp_path / "whole")
 
 
-def test_three_ranks_that_go_on_end_where_three_undisturbed_ones_do(tmp_path, data, undisturbed):
-    """Sums over three ranks are rounded as the buckets of gradients lie."""
+@pytest.mark.parametrize(("count", "dying"), [(2, 0), (3, 1)])
+def test_a_killed_rank_ends_the_others_within_seconds(tmp_path, data, undisturbed, count, dying):
     argv = words("train", "batch=6", data=data, out=tmp_path / "run")
-    stopping = in_step(4, 2, partial(signal.raise_signal, signal.SIGINT))
-    assert ranks(argv, 3, tmp_path, before=stopping)[0] == [130] * 3
-    assert ranks(argv, 3, tmp_path)[0] == [0] * 3
-    assert computed(tmp_path / "run") == undisturbed(3, "batch=6")
-
-
-@pytest.mark.parametrize("dying", [0, 1])
-def test_a_killed_rank_ends_the_other_and_they_go_on_from_the_checkpoint(tmp_path, data, undisturbed, dying):
-    argv = words("train", data=data, out=tmp_path / "run")
     started = time.monotonic()
-    codes, logs = ranks(argv, 2, tmp_path, before=in_step(8, dying, killed))
+    codes, logs = ranks(argv, count, tmp_path, before=in_step(8, dying, killed))
     assert time.monotonic() - started < 15
-    assert codes[dying] == -signal.SIGKILL
-    assert codes[1 - dying] == 2
-    assert [re.sub(r" \(.*\)", "", line) for line in errors(logs)] == [
-        f"dash_optim: error: rank {1 - dying}: another rank has ended or cannot be reached; the same command goes on from the last checkpoint"
-    ]
+    assert codes.pop(dying) == -signal.SIGKILL
+    assert 0 not in codes
+    (said,) = errors(logs)
+    assert re.fullmatch(
+        r"dash_optim: error: rank \d: another rank has ended or cannot be reached \(.*\); the same command goes on from the last checkpoint",
+        said,
+    )
     assert latest(tmp_path / "run")[0] == 5
-    assert ranks(argv, 2, tmp_path)[0] == [0, 0]
-    assert computed(tmp_path / "run") == undisturbed(2)
+    if count == 3:  # sums over three ranks are rounded as the buckets of gradients lie
+        assert ranks(argv, count, tmp_path)[0] == [0] * count
+        assert computed(tmp_path / "run") == undisturbed(count, "batch=6")
 
 
 def test_a_finished_run_is_not_run_again_and_another_is_refused(tmp_path, data):

@@ -152,11 +152,27 @@ def joined(launch: Launch | None, training: Training) -> Iterator[Ranks]:
 
     Raises:
         InputError: where a rank has no device, or not the kind that the first has.
+        LostError: where another rank has failed, or cannot be reached.
     """
     if launch is None:
         yield Ranks()
         return
     device = launch.place(training)
+    try:
+        ranks = _join(launch, device)
+    except LostError:
+        raise
+    except RuntimeError as error:
+        raise LostError(f"cannot reach the other ranks: {first_line(error)}") from error
+    try:
+        yield ranks
+    except Stopped:
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()  # after an error the others may be in the middle of something: that this process ends is what they notice
+
+
+def _join(launch: Launch, device: torch.device) -> Several:
     first = launch.meet(device.type)
     if device.type != first:
         raise InputError(
@@ -169,12 +185,7 @@ def joined(launch: Launch | None, training: Training) -> Iterator[Ranks]:
         world_size=launch.count,
         device_id=device if device.type == "cuda" else None,
     )
-    try:
-        yield Several(device)
-    except Stopped:
-        dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()  # after an error the others may be in the middle of something: that this process ends is what they notice
+    return Several(device)
 
 
 @contextmanager

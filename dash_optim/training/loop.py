@@ -107,7 +107,7 @@ def _open(run: Run, folder: Path, fresh: bool, held: ExitStack) -> tuple[int, di
     """Take the folder, and return the checkpoint to go on from, if there is one."""
     held.enter_context(exclusive(folder))
     _claim(run.job, folder, fresh)
-    return latest(folder, map_location=run.device if run.ranks.count == 1 else "cpu")
+    return latest(folder, map_location=run.device if run.ranks.group is None else "cpu")
 
 
 def finished(job: Job, folder: Path, corpus: Corpus) -> Outcome | None:
