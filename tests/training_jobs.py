@@ -75,7 +75,7 @@ class Child:
     """A fork of this process that does some work and ends with the exit code that it returns."""
 
     def __init__(self, work: Callable[[], int | None], log: Path) -> None:
-        self.log = log
+        self.log, self.ended = log, False
         self.pid = os.fork()
         if self.pid == 0:
             code = 99
@@ -86,6 +86,8 @@ class Child:
                 sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
                 torch.set_num_threads(1)
                 code = work() or 0
+            except SystemExit as error:
+                code = int(error.code or 0)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -102,11 +104,18 @@ class Child:
         while time.monotonic() < end:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
+                self.ended = True
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.002)
-        self.signal(signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        self.end()
         raise AssertionError(f"still running after {seconds} s: {self.log.read_text()}")
+
+    def end(self) -> None:
+        """Kill it, unless it has been waited for."""
+        if not self.ended:
+            self.signal(signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.ended = True
 
     def alive(self) -> bool:
         """Whether it has not ended; may be asked before :meth:`wait`."""

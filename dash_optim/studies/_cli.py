@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dash_optim.studies import better, blocks, compress, filters, grafting, staleness
 from dash_optim.studies._arms import Settings
 from dash_optim.training import _arguments
+from dash_optim.training.launch import refuse_ranks
 from dash_optim.training.settings import read_job
 from matroots import _command
 from matroots._command import InputError, unique
@@ -28,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> None:
+    refuse_ranks("study")
     parser = _arguments.parser(
         "study",
         f"Train many small models and answer a question about the optimizer. Studies: {', '.join(STUDIES)}; without a name all of them.",

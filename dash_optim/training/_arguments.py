@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dash_optim.training.checkpoint import CheckpointError
+from dash_optim.training.launch import Launch, launched, one_speaks
 from dash_optim.training.outcome import Outcome
 from dash_optim.training.settings import Job, assign, override, read_job, section_of
 from dash_optim.training.stop import handling
@@ -73,15 +74,22 @@ def add_many(made: argparse.ArgumentParser, optimizers: Sequence[str]) -> None:
 def guarded(work: Callable[[], object], kept: str) -> int:
     """Do the work and return the exit code, as :func:`matroots._command.guarded` does; a checkpoint or file that cannot be written is the user's to mend.
 
-    A termination signal is an interrupt like Ctrl-C, at any moment.
+    A termination signal is an interrupt like Ctrl-C, at any moment. Where torchrun has started several processes, one says what went wrong.
     """
+    return guarded_ranks(lambda _: work(), kept)
+
+
+def guarded_ranks(work: Callable[[Launch | None], object], kept: str) -> int:
+    """Do the same with work that is told by what this process was started."""
 
     def mended() -> None:
-        try:
-            with handling(signal.default_int_handler):
-                work()
-        except (CheckpointError, OSError) as error:
-            raise InputError(str(error)) from error
+        launch = launched()
+        with one_speaks(launch):
+            try:
+                with handling(signal.default_int_handler):
+                    work(launch)
+            except (CheckpointError, OSError) as error:
+                raise InputError(str(error)) from error
 
     return _command.guarded(mended, kept, WHO)
 

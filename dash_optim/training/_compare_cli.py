@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dash_optim.training import _arguments
 from dash_optim.training.compare import comparison
+from dash_optim.training.launch import refuse_ranks
 from dash_optim.training.runs import by_seed, run_groups
 from matroots._command import unique
 
@@ -19,6 +20,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> None:
+    refuse_ranks("compare")
     parser = _arguments.parser(
         "compare",
         "Train the same model on the same data with several optimizers, and compare.",

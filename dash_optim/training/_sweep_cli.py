@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dash_optim.training import _arguments
+from dash_optim.training.launch import refuse_ranks
 from dash_optim.training.runs import run_groups
 from dash_optim.training.sweep import grid_of, sweep_report
 from matroots._command import InputError, unique
@@ -20,6 +21,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> None:
+    refuse_ranks("sweep")
     parser = _arguments.parser(
         "sweep",
         "Train with a grid of learning rates (and values of one more setting) and seeds, and compare each optimizer at its own best.",

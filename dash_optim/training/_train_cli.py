@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from dash_optim.training import _arguments
+from dash_optim.training.data import Corpus
+from dash_optim.training.launch import Launch, joined
 from dash_optim.training.loop import corpus_of, train
 from dash_optim.training.outcome import PARTS, Outcome, perplexity
-from dash_optim.training.settings import read_job
+from dash_optim.training.ranks import Ranks
+from dash_optim.training.settings import Job, read_job
+from dash_optim.training.stop import Stopped
 from matroots.studies._report import fixed, say
 
 _NOTES = 8  # on what was left out of the text, as many as are shown
@@ -16,13 +21,14 @@ _NOTES = 8  # on what was left out of the text, as many as are shown
 
 def main(argv: Sequence[str]) -> int:
     """Run the command with the arguments that follow its name; return its exit code, see :func:`dash_optim.training._arguments.guarded`."""
-    return _arguments.guarded(lambda: _main(argv), _arguments.KEPT)
+    return _arguments.guarded_ranks(lambda launch: _main(argv, launch), _arguments.KEPT)
 
 
-def _main(argv: Sequence[str]) -> None:
+def _main(argv: Sequence[str], launch: Launch | None) -> None:
     parser = _arguments.parser(
         "train",
-        "Train a language model and leave metrics, checkpoints and a summary in a folder. The same command goes on where a run was stopped.",
+        "Train a language model and leave metrics, checkpoints and a summary in a folder. The same command goes on where a run was stopped."
+        " Under torchrun several processes train one model.",
         "dash-train",
     )
     parser.add_argument(
@@ -30,21 +36,34 @@ def _main(argv: Sequence[str]) -> None:
     )
     options = parser.parse_intermixed_args(argv)
     job = read_job(_arguments.mapping_of(options))
+    with joined(launch, job.training) as ranks:
+        _train(job, options.out, options.fresh, ranks)
+
+
+def _train(job: Job, out: Path, fresh: bool, ranks: Ranks) -> None:
     corpus = corpus_of(job.data)
+    if ranks.leads:
+        _tell(corpus)
+    try:
+        outcome = train(job, out, fresh=fresh, quiet=not ranks.leads, corpus=corpus, ranks=ranks)
+    except Stopped:
+        so_far = Outcome.read(out) if ranks.leads else None
+        if so_far is not None:
+            say(summary(so_far))
+        ranks.any(False)  # torchrun ends all as soon as one has ended
+        raise
+    if ranks.leads:
+        say(summary(outcome))
+        say(f"Wrote {out / 'metrics.csv'}, {out / 'result.json'} and checkpoints")
+
+
+def _tell(corpus: Corpus) -> None:
+    """Say what is trained on."""
     say(f"{corpus.name}: {len(corpus.train):,} tokens to train on, {len(corpus.held_out):,} held out")
     for note in corpus.notes[:_NOTES]:
         say(f"  {note}")
     if len(corpus.notes) > _NOTES:
         say(f"  and {len(corpus.notes) - _NOTES} more notes of this kind")
-    try:
-        outcome = train(job, options.out, fresh=options.fresh, corpus=corpus)
-    except KeyboardInterrupt:
-        so_far = Outcome.read(options.out)
-        if so_far is not None:
-            say(summary(so_far))
-        raise
-    say(summary(outcome))
-    say(f"Wrote {options.out / 'metrics.csv'}, {options.out / 'result.json'} and checkpoints")
 
 
 def summary(outcome: Outcome) -> str:

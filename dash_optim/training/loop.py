@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,9 +23,10 @@ from dash_optim.training.model import Llama
 from dash_optim.training.optimizers import try_options
 from dash_optim.training.outcome import RESULT, Outcome, read_json, write_json
 from dash_optim.training.progress import Progress
+from dash_optim.training.ranks import Ranks
 from dash_optim.training.run import Run, other_data, refuse_other
-from dash_optim.training.settings import Data, Job, read_job
-from dash_optim.training.stop import Stop
+from dash_optim.training.settings import Data, Job, differences, read_job
+from dash_optim.training.stop import Stop, Stopped
 from matroots._command import InputError
 from matroots._threads import torch_threads
 
@@ -39,6 +41,7 @@ def train(
     quiet: bool = False,
     corpus: Corpus | None = None,
     stop: Callable[[], bool] | None = None,
+    ranks: Ranks | None = None,
 ) -> Outcome:
     """Train, or go on training, and leave everything in ``folder``.
 
@@ -49,15 +52,20 @@ def train(
         quiet: no progress on the terminal.
         corpus: the data, if they have been loaded already.
         stop: asked before each step; True ends the run as Ctrl-C does.
+        ranks: those that do this job together and all call this; the first alone reads and writes the folder. None: this process does it.
 
     Raises:
-        InputError: for settings that cannot be used, or a folder with a run of other settings or other data.
+        InputError: for settings that cannot be used, a folder with a run of other settings or other data, or ranks that have been given different ones.
         CheckpointError: if the folder is in use by another process or cannot be written to.
-        KeyboardInterrupt: after Ctrl-C or a termination signal, when the checkpoint and the result so far have been written; after a second one at once.
+        Stopped: a ``KeyboardInterrupt``, after Ctrl-C or a termination signal on any rank, when the checkpoint and the result so far have been written; after a second
+            signal a ``KeyboardInterrupt`` at once.
+        LostError: if another rank has failed or has ended.
     """
-    device = job.training.place()
+    ranks = ranks or Ranks()
+    device = ranks.place(job.training)
     corpus = corpus or corpus_of(job.data)
-    done = None if fresh else finished(job, folder, corpus)
+    _compare(job, corpus, ranks)
+    done = None if fresh else ranks.from_first(lambda: finished(job, folder, corpus))
     if done is not None:
         return done
     if job.logging.tensorboard:
@@ -66,18 +74,40 @@ def train(
     with torch_threads(job.training.threads or torch.get_num_threads()), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(job.training.seed)  # torch.manual_seed seeds accelerators too
         try_options(job.optimizer, device)
-        run = Run(job, corpus, device)
-        with exclusive(folder), stopping.listening():
-            _claim(job, folder, fresh)
-            found = latest(folder, map_location=device)
+        run = Run(job, corpus, device, ranks)
+        with ExitStack() as held, stopping.listening():
+            found = ranks.from_first(lambda: _open(run, folder, fresh, held))
             if found is not None:
                 run.load(*found)
             _loop(run, folder, stopping, quiet)
             outcome = run.outcome()
-            outcome.write(folder)
-    if stopping.requested or not outcome.finished:
-        raise KeyboardInterrupt
+            if ranks.leads:
+                outcome.write(folder)
+            stopped = ranks.any(stopping.requested)  # and all is written
+    if stopped or not outcome.finished:
+        raise Stopped
     return outcome
+
+
+def _compare(job: Job, corpus: Corpus, ranks: Ranks) -> None:
+    """Raise :class:`InputError` where ranks have been given different settings or data: each machine has command lines and files of its own."""
+    (first, data), *others = ranks.gathered((job.plain(), corpus.fingerprint))
+    for rank, (settings, found) in enumerate(others, 1):
+        where = "on rank 0", f"on rank {rank}"
+        changed = differences(first, settings, free=("training.device", "training.threads"), where=where)
+        if changed:
+            raise InputError(f"expected the same settings on all ranks, got {'; '.join(changed)}")
+        if found != data:
+            raise InputError(
+                f"data: expected the same on all ranks, those of rank {rank} are not those of rank 0"
+            )
+
+
+def _open(run: Run, folder: Path, fresh: bool, held: ExitStack) -> tuple[int, dict[str, Any]] | None:
+    """Take the folder, and return the checkpoint to go on from, if there is one."""
+    held.enter_context(exclusive(folder))
+    _claim(run.job, folder, fresh)
+    return latest(folder, map_location=run.device if run.ranks.group is None else "cpu")
 
 
 def finished(job: Job, folder: Path, corpus: Corpus) -> Outcome | None:
@@ -123,19 +153,22 @@ def corpus_of(data: Data) -> Corpus:
 
 
 def _loop(run: Run, folder: Path, stop: Stop, quiet: bool) -> None:
-    """Take the steps that are left, until the end, a signal, or a loss that stays infinite."""
+    """Take the steps that are left, until the end, a signal on any rank, or a loss that stays infinite."""
     logging, steps = run.job.logging, run.job.training.steps
     saved = run.step
     with (
-        MetricsWriter(folder, resume_step=run.step, tensorboard=logging.tensorboard) as metrics,
-        Progress(run.job.name, run.step, steps, quiet=quiet) as progress,
+        MetricsWriter(folder, resume_step=run.step, tensorboard=logging.tensorboard)
+        if run.ranks.leads
+        else nullcontext() as metrics,
+        Progress(run.job.name, run.step, steps, quiet=quiet or not run.ranks.leads) as progress,
     ):
-        while run.step < steps and not run.given_up and not stop.requested:
+        while run.step < steps and not run.given_up and not run.ranks.any(stop.requested):
             record = run.take_step()
             last = run.step == steps
             if last or run.step % logging.validate_every == 0:
                 record |= run.look()
-            metrics.write(record)
+            if metrics is not None:
+                metrics.write(record)
             progress.show(record)
             if run.step % logging.checkpoint_every == 0 or last:
                 _keep(run, folder, metrics)
@@ -144,11 +177,14 @@ def _loop(run: Run, folder: Path, stop: Stop, quiet: bool) -> None:
             _keep(run, folder, metrics)
 
 
-def _keep(run: Run, folder: Path, metrics: MetricsWriter) -> None:
+def _keep(run: Run, folder: Path, metrics: MetricsWriter | None) -> None:
     """Write a checkpoint, and first the metrics up to it. An optimizer whose state is no plain data has none: its run starts over."""
-    metrics.flush()
+    if metrics is not None:
+        metrics.flush()
     if run.optimizers.plain:
-        save(folder, run.step, run.state())
+        state = run.state()
+        if metrics is not None:
+            save(folder, run.step, state)
 
 
 def _claim(job: Job, folder: Path, fresh: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from dash_optim.routing import param_groups
 from dash_optim.training.model import Architecture, Llama
 from matroots._arguments import check_number
 from matroots._command import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 USUAL: Final[dict[str, dict[str, Any]]] = {
     "dash": {},
@@ -55,9 +58,12 @@ class Optimizers:
         model: whose parameters are optimized.
         options: ``type`` and options by name; also ``routing``: "auto" as described above, "all" for no exceptions; ``adamw_lr``, the peak rate of the AdamW
             beside DASH and Muon (default: `BESIDE` times ``lr``); and ``overrides``, for DASH, as for :func:`dash_optim.param_groups`.
+        group: ranks over which DASH shares its work; the others do all of theirs on each.
     """
 
-    def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, options: Mapping[str, Any], group: ProcessGroup | None = None
+    ) -> None:
         kind = options["type"]
         if not isinstance(kind, str) or kind not in OPTIMIZERS:
             raise InputError(f"optimizer.type: expected one of {sorted(OPTIMIZERS)}, got {kind!r}")
@@ -66,6 +72,8 @@ class Optimizers:
         if routing not in ("auto", "all"):
             raise InputError(f"optimizer.routing: expected 'auto' or 'all', got {routing!r}")
         with _about_options():
+            if kind == "dash" and group is not None:
+                options["process_group"] = group
             self.each = _build(model, options, routing == "all", overrides)
         self._peaks = [[float(group["lr"]) for group in one.param_groups] for one in self.each]
         self.peak = float(options["lr"])
@@ -93,8 +101,10 @@ class Optimizers:
             one.step()
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the states, in order."""
-        return [one.state_dict() for one in self.each]
+        """Return the states, in order. Where ranks share the work every one has to ask, and the first alone gets what a single process would have; no other can use it."""
+        return [
+            (one.full_state_dict(0) or {}) if isinstance(one, DASH) else one.state_dict() for one in self.each
+        ]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
         """Load what :meth:`state_dict` returned."""
@@ -108,7 +118,7 @@ class Optimizers:
 
     @property
     def bytes(self) -> int:
-        """The memory of their state."""
+        """The memory of their state, on this rank."""
         return _size([list(one.state.values()) for one in self.each], set())
 
 
@@ -191,7 +201,8 @@ def _size(value: Any, seen: set[int]) -> int:
         return 0
     seen.add(id(value))
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
+        held = [piece for _, piece in getattr(value, "shards", [(0, value)])]  # of `Pieces`, what is here
+        return sum(piece.numel() * piece.element_size() for piece in held)
     if isinstance(value, Mapping):
         return sum(_size(part, seen) for part in value.values())
     if isinstance(value, (list, tuple)):

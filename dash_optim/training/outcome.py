@@ -32,7 +32,7 @@ class Outcome:
         seconds: of training: forward, backward, clipping and optimizer, without validation and checkpoints.
         tokens_per_second: trained on.
         ms: means of forward, backward and optimizer in a step: a median would not see refreshes.
-        optimizer_bytes: memory of the optimizer's state.
+        optimizer_bytes: memory of the optimizer's state, of several ranks on the one that has most.
         roots: computed for each factor and step (DASH only).
         diverged: whether the run was given up: its loss stayed infinite or NaN, or its optimizer refused to go on.
         reason: why it was given up.

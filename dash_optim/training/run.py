@@ -1,6 +1,6 @@
 """One run: the model, the optimizers and whatever else changes while a job is done, and the steps that change it.
 
-The batch of a step depends on the seed and the step alone.
+The batch of a step depends on the seed and the step alone. Several ranks (:mod:`.ranks`) each have a `Run` and do the same with it; what they measure is one number for all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from dash_optim.dash import PreconditionerError
+from dash_optim.diagnostics import Diagnostics
 from dash_optim.gradients import NonfiniteGradientError
 from dash_optim.training.data import Corpus
 from dash_optim.training.model import Llama
 from dash_optim.training.optimizers import Optimizers
 from dash_optim.training.outcome import PARTS, Outcome
+from dash_optim.training.ranks import LostError, Ranks
 from dash_optim.training.settings import Job, differences
 from matroots._command import InputError
 
@@ -39,6 +41,7 @@ class Run:
     job: Job
     corpus: Corpus
     device: torch.device
+    ranks: Ranks = field(default_factory=Ranks)
     model: Llama = field(init=False)
     optimizers: Optimizers = field(init=False)
     step: int = 0
@@ -50,24 +53,34 @@ class Run:
 
     def __post_init__(self) -> None:
         """Raise :class:`InputError` for whatever of the job cannot be: before anything is written."""
+        training, ranks = self.job.training, self.ranks
         shape = self.job.model.architecture(self.corpus.vocab)
         if shape.vocab < self.corpus.vocab:
             raise InputError(
                 f"model.vocab: expected at least the data's {self.corpus.vocab}, got {shape.vocab}"
             )
-        self.corpus.batch(1, batch=1, context=shape.context, seed=self.job.training.seed)
+        if training.batch % ranks.count:
+            raise InputError(
+                f"training.batch: expected a multiple of the number of ranks, {ranks.count}, got {training.batch}"
+            )
+        self.corpus.batch(1, batch=1, context=shape.context, seed=training.seed)
         self.corpus.validation(context=shape.context, most=1)
-        self.model = Llama(shape, self.job.training.seed).to(self.device)
-        self.optimizers = Optimizers(self.model, self.job.optimizer)
-        self._loss = torch.compile(self.model.loss) if self.job.training.compile else self.model.loss
+        self.model = Llama(shape, training.seed).to(self.device)
+        self.optimizers = Optimizers(self.model, self.job.optimizer, ranks.group)
+        self._loss = torch.compile(self.model.loss) if training.compile else self.model.loss
+        self._trained = ranks.trained(self.model, self._loss)
+        if ranks.count > 1:
+            self._settle()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
+        """Return what a checkpoint holds, on the first rank: that of a single process, whose state the optimizers gather there."""
+        with self.ranks.reaching():
+            optimizers = self.optimizers.state_dict()
         return {
             "job": self.job.plain(),
             "data": self.corpus.fingerprint,
             "model": self.model.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
+            "optimizers": optimizers,
             "random": torch.get_rng_state(),
             "seconds": self.seconds,
             "bad": self.bad,
@@ -94,24 +107,22 @@ class Run:
         training = self.job.training
         self.step += 1
         rate = self.optimizers.set_rate(self.job.schedule.factor(self.step, training.steps))
-        windows = self._batch(self.step, training.batch * training.accumulate)
+        parts = self._batch(self.step)
         started = self._clock()
         spent = dict.fromkeys(PARTS, 0.0)
         self.optimizers.zero_grad()
         total = torch.zeros((), device=self.device)
-        for part in windows.split(training.batch):
-            with timed(spent, "forward", self._clock), self._autocast():
-                loss = self._loss(part) / training.accumulate
-            with timed(spent, "backward", self._clock):
-                loss.backward()
-            total += loss.detach()
+        for part in parts[:-1]:
+            with self.ranks.apart(self._trained):
+                total += self._backward(part, spent)
+        total += self._backward(parts[-1], spent)
         norm = self._clip()
         with timed(spent, "optimizer", self._clock):
             self._optimize()
         took = self._clock() - started
         self.seconds += took
         self.spent = {name: self.spent[name] + spent[name] for name in PARTS}
-        value = total.item()
+        value = self.ranks.total(total.item()) / self.ranks.count
         self.bad = 0 if math.isfinite(value) else self.bad + 1
         return {
             "step": self.step,
@@ -119,7 +130,7 @@ class Run:
             "rate": rate,
             "gradient_norm": norm.item(),
             "seconds": self.seconds,
-            "tokens_per_second": windows[:, 1:].numel() / took,
+            "tokens_per_second": self._tokens / took,
             **{f"{name}_ms": 1e3 * value for name, value in spent.items()},
         }
 
@@ -136,13 +147,14 @@ class Run:
 
     @torch.no_grad()
     def validate(self, most: int) -> float:
-        """Return the mean loss on at most so many held-out windows, spread over all of the part."""
-        windows = self.corpus.validation(context=self.model.shape.context, most=most).to(self.device)
+        """Return the mean loss on at most so many held-out windows, spread over all of the part; each rank takes its share, or all would wait for what one could do."""
+        windows = self.corpus.validation(context=self.model.shape.context, most=most)
+        own = self.ranks.share(windows).to(self.device)
         total = 0.0
-        for part in windows.split(self.job.training.batch):
+        for part in own.split(self.job.training.batch // self.ranks.count) if len(own) else ():
             with self._autocast():
                 total += self._loss(part).item() * len(part)
-        return total / len(windows)
+        return self.ranks.total(total) / len(windows)
 
     def look(self) -> dict[str, float]:
         """Validate, put the point on the curve, and return its metrics."""
@@ -156,7 +168,9 @@ class Run:
         dash = self.optimizers.dash
         if dash is None:
             return {}
-        found = dash.diagnostics()
+        own = dash.diagnostics()
+        blocks = [block for blocks in self.ranks.gathered(own.blocks) for block in blocks]
+        found = Diagnostics(blocks, own.skipped_steps)
         by_parameter: dict[str, list[float]] = defaultdict(list)
         for block in found.blocks:
             by_parameter[block.parameter].append(block.grafting)
@@ -168,7 +182,6 @@ class Run:
         training = self.job.training
         reason = self.given_up
         at_end = self.step == training.steps and not reason
-        tokens = self.step * training.batch * training.accumulate * self.model.shape.context
         return Outcome(
             name=self.job.name,
             seed=training.seed,
@@ -178,9 +191,9 @@ class Run:
             loss=self.curve[-1][2] if at_end else math.nan,
             curve=self.curve,
             seconds=self.seconds,
-            tokens_per_second=tokens / self.seconds if self.seconds else math.nan,
+            tokens_per_second=self.step * self._tokens / self.seconds if self.seconds else math.nan,
             ms={name: 1e3 * total / max(self.step, 1) for name, total in self.spent.items()},
-            optimizer_bytes=self.optimizers.bytes,
+            optimizer_bytes=max(self.ranks.gathered(self.optimizers.bytes)),
             roots=self._roots(),
             diverged=bool(reason),
             reason=reason,
@@ -192,7 +205,26 @@ class Run:
         if dash is None or not self.step:
             return None
         factors = [factor for block in dash.diagnostics().blocks for factor in block.factors]
-        return sum(factor.refreshes for factor in factors) / (len(factors) * self.step) if factors else None
+        refreshes = self.ranks.total(sum(factor.refreshes for factor in factors))
+        count = self.ranks.total(len(factors))
+        return refreshes / (count * self.step) if count else None
+
+    def _settle(self) -> None:
+        """Compute gradients that nobody uses, so that a run that goes on adds gradients as one that never stopped.
+
+        DistributedDataParallel lays its buckets out anew after the first, and how a sum over three or more ranks is rounded depends on where its terms lie.
+        """
+        shape = self.job.training.batch // self.ranks.count, self.model.shape.context + 1
+        self._backward(torch.zeros(shape, dtype=torch.int64, device=self.device), dict.fromkeys(PARTS, 0.0))
+        self.optimizers.zero_grad()
+
+    def _backward(self, windows: Tensor, spent: dict[str, float]) -> Tensor:
+        """Add the gradient of this rank's part of a batch, and return its loss."""
+        with timed(spent, "forward", self._clock), self._autocast(), self.ranks.reaching():
+            loss = self._trained(windows) / self.job.training.accumulate
+        with timed(spent, "backward", self._clock), self.ranks.reaching():
+            loss.backward()
+        return loss.detach()
 
     def _clip(self) -> Tensor:
         """Clip the gradients, and return their norm before."""
@@ -202,16 +234,37 @@ class Run:
         return nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
 
     def _optimize(self) -> None:
-        """Let the optimizers take their step; one that refuses to go on ends this run, not those after it."""
+        """Let the optimizers take their step; one that refuses to go on, on whatever rank, ends this run, not those after it."""
         try:
             self.optimizers.step()
+            return
         except (PreconditionerError, NonfiniteGradientError) as error:
-            self.refused = " ".join(str(error).split())
+            said = self.ranks.gathered(" ".join(str(error).split()))
+        except self.ranks.peer_errors as error:
+            said = self.ranks.gathered("")
+            if not any(said):
+                raise LostError(" ".join(str(error).split())) from error
+        self.refused = next(filter(None, said))
 
-    def _batch(self, step: int, count: int) -> Tensor:
+    @property
+    def _tokens(self) -> int:
+        """The tokens of a step of all ranks."""
         training = self.job.training
-        windows = self.corpus.batch(step, batch=count, context=self.model.shape.context, seed=training.seed)
-        return windows.to(self.device, non_blocking=True)
+        return training.batch * training.accumulate * self.model.shape.context
+
+    def _batch(self, step: int) -> list[Tensor]:
+        """Return the batches of a step, of each this rank's share. Every rank draws all of them: a token that cannot be is found by all."""
+        training = self.job.training
+        windows = self.corpus.batch(
+            step,
+            batch=training.batch * training.accumulate,
+            context=self.model.shape.context,
+            seed=training.seed,
+        )
+        return [
+            self.ranks.share(part).to(self.device, non_blocking=True)
+            for part in windows.split(training.batch)
+        ]
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(

@@ -258,14 +258,26 @@ def section_of(key: str) -> str:
     return having[0] if having else "optimizer"
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return in which keys two jobs, as plain mappings, differ so that one cannot go on where the other stopped."""
+def differences(
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    free: tuple[str, ...] = FREE,
+    where: tuple[str, str] = ("then", "now"),
+) -> list[str]:
+    """Return in which keys two jobs, as plain mappings, differ so that one cannot go on where the other stopped.
+
+    Args:
+        old: a job.
+        new: another.
+        free: what may differ.
+        where: what the jobs are called.
+    """
     flat = [dict(_flat(job)) for job in (old, new)]
     keys = dict.fromkeys([*flat[0], *flat[1]])
     return [
-        f"{key}: {flat[0].get(key)!r} then, {flat[1].get(key)!r} now"
+        f"{key}: {flat[0].get(key)!r} {where[0]}, {flat[1].get(key)!r} {where[1]}"
         for key in keys
-        if flat[0].get(key) != flat[1].get(key) and not key.startswith(FREE)
+        if flat[0].get(key) != flat[1].get(key) and not key.startswith(free)
     ]
 
 

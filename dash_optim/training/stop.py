@@ -14,6 +14,10 @@ Handler = Callable[[int, FrameType | None], Any]
 SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
+class Stopped(KeyboardInterrupt):
+    """A run has ended because it was asked to, and has written what there is."""
+
+
 class Stop:
     """Turns the first signal into a wish that the loop sees after its step; a second interrupts at once.
 
@@ -40,6 +44,13 @@ class Stop:
         if self._asked:
             raise KeyboardInterrupt
         self._asked = True
+
+
+def ignore_signals() -> None:
+    """Hear neither of them any more, for a process that is about to end."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
