@@ -88,7 +88,7 @@ class Several(Ranks):
     """
 
     def __init__(self, device: torch.device) -> None:
-        from dash_optim.distributed import PeerError
+        from dash_optim.dash import PeerError
 
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self.leads = self.rank == 0
