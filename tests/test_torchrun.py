@@ -236,7 +236,7 @@ def test_a_killed_rank_ends_the_others_within_seconds(tmp_path, data, undisturbe
     argv = words("train", "batch=6", data=data, out=tmp_path / "run")
     started = time.monotonic()
     codes, logs = ranks(argv, count, tmp_path, before=in_step(8, dying, killed))
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 20
     assert codes.pop(dying) == -signal.SIGKILL
     assert 0 not in codes
     (said,) = errors(logs)
@@ -271,7 +271,7 @@ def said_once(argv: Any, tmp_path: Path, count: int = 2, before: Before = lambda
     """Return the one line of an error; all ranks have to end, with an error, within seconds."""
     started = time.monotonic()
     codes, logs = ranks(argv, count, tmp_path, before=before)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 20
     assert 0 not in codes
     (said,) = errors(logs)
     assert "Traceback" not in "".join(logs)
