@@ -5,7 +5,6 @@ Most ranks here are forks of this process with torchrun's variables: a new inter
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -237,7 +236,7 @@ def test_a_killed_rank_ends_the_others_within_seconds(tmp_path, data, undisturbe
     argv = words("train", "batch=6", data=data, out=tmp_path / "run")
     started = time.monotonic()
     codes, logs = ranks(argv, count, tmp_path, before=in_step(8, dying, killed))
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 20
     assert codes.pop(dying) == -signal.SIGKILL
     assert 0 not in codes
     (said,) = errors(logs)
@@ -272,7 +271,7 @@ def said_once(argv: Any, tmp_path: Path, count: int = 2, before: Before = lambda
     """Return the one line of an error; all ranks have to end, with an error, within seconds."""
     started = time.monotonic()
     codes, logs = ranks(argv, count, tmp_path, before=before)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 20
     assert 0 not in codes
     (said,) = errors(logs)
     assert "Traceback" not in "".join(logs)
@@ -465,38 +464,37 @@ def workers(parent: int) -> list[int]:
     return sorted(int(pid) for path in found for pid in path.read_text().split())
 
 
-def told(pid: int) -> dict[str, str]:
-    """Return the environment of a process."""
-    pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-
-
-def test_torchrun_starts_again_after_a_kill(tmp_path, data, undisturbed):
+def test_a_signal_to_torchrun_stops_all_ranks(tmp_path, data, undisturbed):
     argv = words("train", "steps=60", data=data, out=tmp_path / "run")
-    options = "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"
-    with torchrun(argv, tmp_path / "log", *options) as process:
+    with torchrun(argv, tmp_path / "log", "--standalone", "--nproc-per-node", "2") as process:
         until(lambda: lines(tmp_path / "run") >= 12)
-        first = {told(pid)["RANK"]: pid for pid in workers(process.pid)}
-        os.kill(first["1"], signal.SIGKILL)
-        assert process.wait(60) == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(25) != 0
     said = (tmp_path / "log").read_text()
-    assert said.count("dash_optim: error: rank 0: another rank has ended or cannot be reached") == 1
-    assert said.count("60 of 60, finished") == 1
+    assert said.count("dash_optim: interrupted; ") == 1
+    step = Outcome.read(tmp_path / "run").step
+    assert latest(tmp_path / "run")[0] == step == lines(tmp_path / "run") < 60
+    assert f"{step} of 60, stopped" in said
+    assert ranks(argv, 2, tmp_path)[0] == [0, 0]
     assert computed(tmp_path / "run") == undisturbed(2, "steps=60")
 
 
-def test_two_machines_and_a_signal_to_one_of_them(tmp_path, data, undisturbed):
+def test_two_machines_start_again_after_a_kill(tmp_path, data, undisturbed):
+    """They count their starts each for itself, and what those before have left with torchrun is in the way."""
     argv = words("train", "steps=60", data=data, out=tmp_path / "run")
-    place = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}")
+    place = "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"
     with ExitStack() as running:
-        machines = [running.enter_context(torchrun(argv, tmp_path / f"log{i}", *place)) for i in range(2)]
+        machines = [
+            running.enter_context(
+                torchrun(argv, tmp_path / f"log{i}", "--nnodes", "2", "--max-restarts", "1", *place)
+            )
+            for i in range(2)
+        ]
         until(lambda: lines(tmp_path / "run") >= 12)
-        machines[0].send_signal(signal.SIGTERM)
-        assert all(machine.wait(40) for machine in machines)
+        (victim,) = workers(machines[1].pid)
+        os.kill(victim, signal.SIGKILL)
+        assert [machine.wait(60) for machine in machines] == [0, 0]
     said = "".join((tmp_path / f"log{i}").read_text() for i in range(2))
-    assert said.count("dash_optim: interrupted; ") == 1
-    step = latest(tmp_path / "run")[0]
-    assert step == lines(tmp_path / "run") < 60
-    assert json.loads((tmp_path / "run" / "result.json").read_text())["step"] == step
-    assert ranks(argv, 2, tmp_path)[0] == [0, 0]
+    assert said.count(": another rank has ended or cannot be reached (") == 1
+    assert said.count("60 of 60, finished") == 1
     assert computed(tmp_path / "run") == undisturbed(2, "steps=60")

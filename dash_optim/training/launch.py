@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from dash_optim.training.ranks import LostError, Ranks, Several, first_line
+from dash_optim.training.ranks import LostError, Ranks, Several, first_sentence
 from dash_optim.training.settings import Training
 from dash_optim.training.stop import Stopped, ignore_signals
 from matroots._command import INTERRUPTED, InputError, MissingExtraError
@@ -133,7 +133,7 @@ def launched() -> Launch | None:
     try:
         store, *_ = next(rendezvous("env://", rank, count, timeout=timedelta(seconds=_PATIENCE_TO_MEET)))
     except (RuntimeError, ValueError) as error:
-        raise InputError(f"rank {rank}: cannot reach the other ranks: {first_line(error)}") from error
+        raise InputError(f"rank {rank}: cannot reach the other ranks: {first_sentence(error)}") from error
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return Launch(rank, count, local, PrefixStore("dash_optim", store), f"start {again}")
 
@@ -163,7 +163,7 @@ def joined(launch: Launch | None, training: Training) -> Iterator[Ranks]:
     except LostError:
         raise
     except RuntimeError as error:
-        raise LostError(f"cannot reach the other ranks: {first_line(error)}") from error
+        raise LostError(f"cannot reach the other ranks: {first_sentence(error)}") from error
     try:
         yield ranks
     except Stopped:

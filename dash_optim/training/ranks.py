@@ -6,6 +6,7 @@ decides about what comes next, a stop or a loss, is known to all before it is ac
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -171,7 +172,7 @@ class Several(Ranks):
             if not self._is_lost(error):
                 raise
             raise LostError(
-                f"another rank has ended or cannot be reached ({first_line(error)}); the same command goes on from the last checkpoint"
+                f"another rank has ended or cannot be reached ({first_sentence(error)}); the same command goes on from the last checkpoint"
             ) from error
 
     def _is_lost(self, error: RuntimeError) -> bool:
@@ -198,6 +199,6 @@ class _Loss(nn.Module):
         return self.loss(windows)
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of a message: backends add where they were."""
-    return str(error).strip().partition("\n")[0].rstrip(".")
+def first_sentence(error: BaseException) -> str:
+    """Return the first sentence of a message: backends add where they were, and wishes."""
+    return re.split(r"\n|\. ", str(error).strip())[0].rstrip(".")
