@@ -170,7 +170,7 @@ class DASH(Optimizer):
         normalise(defaults)
         super().__init__(params, defaults)
         self._given, self._wire = process_group, check_wire(communication_dtype)
-        self._group = self._find_group()
+        self._find_group()
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copies of an optimizer that shares its work: they would speak to the other ranks at the same time."""
@@ -189,7 +189,6 @@ class DASH(Optimizer):
     _stacks: list[Stack] | None = None
     _snapshot: tuple[Any, ...] = ()
     _given: ProcessGroup | None = None
-    _group: ProcessGroup | None = None
     _wire: torch.dtype | None = None
     _sharing: Sharing | None = None
     _shown: list[Stack] | None = None
@@ -206,7 +205,7 @@ class DASH(Optimizer):
                 raise ValueError("nonfinite: is one for all groups; give it to DASH itself")
             for param in group["params"]:
                 check_parameter(group, param)
-            self._group = self._find_group()
+            self._find_group()
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -243,6 +242,12 @@ class DASH(Optimizer):
             self.update(active, found)
         return loss
 
+    @property
+    def _group(self) -> ProcessGroup | None:
+        """The ranks that share the work; looked for anew where parameters have been replaced: accelerate puts sharded ones there after the optimizer is made."""
+        known = self._sharing
+        return known.group if known is not None and _serves(known, self.param_groups) else self._find_group()
+
     def _find_group(self) -> ProcessGroup | None:
         """Return the ranks that share the work, None for a process on its own."""
         if self._given is None and not any(is_sharded(p) for g in self.param_groups for p in g["params"]):
@@ -252,15 +257,20 @@ class DASH(Optimizer):
         return sharing_group(self.param_groups, self._given)
 
     def _shared(self) -> Sharing:
-        """Return what shares the work; made anew, with the state that there is, when parameters have been added."""
-        assert self._group is not None
+        """Return what shares the work; made anew, with the state that there is, when parameters have been added or replaced."""
         old = self._sharing
-        if old is None or len(old.owners) != sum(len(set(g["params"])) for g in self.param_groups):
+        if old is None or not _serves(old, self.param_groups):
             from dash_optim.distributed import Sharing
 
-            made = Sharing(self, self._group, self._wire)
-            if old is not None:
-                made.adopt(made.taken_from(old.gathered_state(None)))
+            group = self._find_group()
+            assert group is not None
+            made = Sharing(self, group, self._wire)
+            if old is not None and any(old.steps):
+                state = old.gathered_state(None)
+                if len(made.owners) == len(old.owners):  # each has the place of another
+                    pairs = zip(made.owners, old.owners, strict=True)
+                    state = {new: state[was] for (_, new), (_, was) in pairs if was in state}
+                made.adopt(made.taken_from(state))
             self._sharing = made
         assert self._sharing is not None
         return self._sharing
@@ -537,6 +547,15 @@ class DASH(Optimizer):
     def built(self) -> list[Stack]:
         """Return the stacks that there are; none before the first step."""
         return self._current_stacks() if self._parameters() else []
+
+
+def _serves(sharing: Sharing, groups: list[dict[str, Any]]) -> bool:
+    """Whether what shares the work was made for these parameters, where they are now."""
+    params = [param for group in groups for param in dict.fromkeys(group["params"])]
+    return len(params) == len(sharing.owners) and all(
+        param is known and param.device == sharing.device
+        for param, (_, known) in zip(params, sharing.owners, strict=True)
+    )
 
 
 def _on(device: torch.device, taken: Scalar) -> Scalar:
