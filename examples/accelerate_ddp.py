@@ -42,7 +42,7 @@ def main() -> None:
         for x, y in data:
             opt.zero_grad()
             accelerator.backward(cross_entropy(model(x), y))
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
             opt.step()
         accelerator.save_state(str(args.folder / f"epoch{epoch + 1:04}"))
 
