@@ -46,11 +46,14 @@ def is_sharded(param: Tensor) -> bool:
     return type(param).__name__ == "DTensor"
 
 
-def check_wire(dtype: torch.dtype | None) -> torch.dtype | None:
+def check_wire(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return ``communication_dtype``, or raise for what it cannot be."""
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise TypeError(f"communication_dtype: expected a floating-point dtype or None, got {dtype!r}")
-    return dtype
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found is not None and isinstance(found, torch.dtype) and found.is_floating_point:
+        return found
+    if dtype is None:
+        return None
+    raise TypeError(f"communication_dtype: expected a floating-point dtype or None, got {dtype!r}")
 
 
 def check_parameter(group: dict[str, Any], param: Tensor) -> None:

@@ -156,7 +156,7 @@ class DASH(Optimizer):
         max_batch: int | None = DEFAULTS["max_batch"],
         nonfinite: str = "skip",
         process_group: ProcessGroup | None = None,
-        communication_dtype: torch.dtype | None = None,
+        communication_dtype: torch.dtype | str | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,

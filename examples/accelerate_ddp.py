@@ -21,7 +21,8 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default="accelerate_checkpoints")
     parser.add_argument("--epochs", type=int, default=2)
     args = parser.parse_args()
-    accelerator = Accelerator(cpu=torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    accelerator = Accelerator(cpu=not gpu, gradient_accumulation_steps=2)
 
     model = make_model()
     opt = DASH(
@@ -30,7 +31,7 @@ def main() -> None:
         block_size=32,
         process_group=dist.group.WORLD,  # which Accelerator() has made
     )
-    data = DataLoader(dataset(), batch_size=BATCH // accelerator.num_processes)
+    data = DataLoader(dataset(), batch_size=BATCH // accelerator.num_processes // 2)
     model, opt, data = accelerator.prepare(model, opt, data)  # the model before the optimizer
     # save_state asks on every rank and writes what the first one answers: let that be everything
     opt.state_dict = partial(opt.optimizer.full_state_dict, to=0)
@@ -40,10 +41,12 @@ def main() -> None:
         accelerator.load_state(str(saved[-1]))
     for epoch in range(len(saved), args.epochs):
         for x, y in data:
-            opt.zero_grad()
-            accelerator.backward(cross_entropy(model(x), y))
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            opt.step()
+            with accelerator.accumulate(model):  # zero_grad and step do nothing but every second time
+                accelerator.backward(cross_entropy(model(x), y))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                opt.step()
+                opt.zero_grad()
         accelerator.save_state(str(args.folder / f"epoch{epoch + 1:04}"))
 
     accelerator.print(f"loss {evaluate(accelerator.unwrap_model(model)):.9g}")

@@ -71,7 +71,7 @@ def main() -> None:
         x, y = (part.to(device) for part in batch(step % STEPS, rank, ranks))
         opt.zero_grad()
         cross_entropy(model(x), y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()
     save(args.folder, start + args.steps, model, opt)
 

@@ -32,7 +32,7 @@ def main() -> None:
         x, y = (part.to(device) for part in batch(step, rank, ranks))
         opt.zero_grad()
         cross_entropy(ddp(x), y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()
 
     loss = evaluate(model)

@@ -57,7 +57,7 @@ def main() -> None:
         num_nodes=world // local,
         strategy="ddp",
         max_epochs=args.epochs,
-        gradient_clip_val=1.0,
+        gradient_clip_val=0.5,
         callbacks=[ModelCheckpoint(args.folder, filename="{epoch:04d}", save_top_k=-1)],
         logger=False,
         enable_progress_bar=False,

@@ -66,7 +66,7 @@ def _shuffled(step: int) -> tuple[Tensor, Tensor]:
     return x[order[start : start + task.BATCH]], y[order[start : start + task.BATCH]]
 
 
-def _step(model: nn.Module, opt: DASH, batch: tuple[Tensor, Tensor], clip: float = 1.0) -> None:
+def _step(model: nn.Module, opt: DASH, batch: tuple[Tensor, Tensor], clip: float = 0.5) -> None:
     opt.zero_grad()
     cross_entropy(model(batch[0]), batch[1]).backward()
     nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -78,12 +78,12 @@ def _optimizer(model: nn.Module) -> DASH:
 
 
 @cache
-def _alone(steps: int, batches: Callable[[int], tuple[Tensor, Tensor]] = _batch) -> float:
+def _alone(steps: int, batches: Callable[[int], tuple[Tensor, Tensor]] = _batch, clip: float = 0.5) -> float:
     """Return the loss after so many steps of the examples in one process, which knows nothing of others."""
     model = _example("task").make_model()
     opt = _optimizer(model)
     for step in range(steps):
-        _step(model, opt, batches(step))
+        _step(model, opt, batches(step), clip)
     return float(_example("task").evaluate(model))
 
 
@@ -168,6 +168,107 @@ def test_frameworks_take_the_steps_of_one_process_and_go_on_as_if_undisturbed(
     again = _launched(f"{package}_ddp.py", tmp_path)
     assert last.exists()
     assert _loss(again) == _loss(out)
+
+
+def _accelerated(rank: int, world: int, given: bool, folder: Path) -> tuple[str, float, list[float]]:
+    """Let accelerate shard the model; save after a while, take two steps, load, and take them again."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import (
+        DistributedType,
+        load_fsdp_model,
+        load_fsdp_optimizer,
+        save_fsdp_model,
+        save_fsdp_optimizer,
+    )
+
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+    os.environ.update({"MASTER_ADDR": "unused", "MASTER_PORT": "0"})  # the ranks know one another already
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.FSDP  # it would only on GPUs
+    accelerator.state.fsdp_plugin = plugin
+    model = _example("task").make_model()
+    shared = {"process_group": dist.group.WORLD} if given else {}
+    opt = DASH(param_groups(model, weight_decay=0.1, verbose=False), **OPTIONS, **shared)
+    model, opt = accelerator.prepare(model, opt)
+    for step in range(8):
+        _step(model, opt, _batch(step, rank, world))
+    loss, losses = _example("task").evaluate(model), []
+    save_fsdp_model(plugin, accelerator, model, folder)
+    save_fsdp_optimizer(plugin, accelerator, opt, model, folder)
+    for _ in range(2):
+        for step in (8, 9):
+            _step(model, opt, _batch(step, rank, world))
+        losses.append(_example("task").evaluate(model))
+        load_fsdp_model(plugin, accelerator, model, folder)
+        load_fsdp_optimizer(plugin, accelerator, opt, model, folder)
+    return opt.optimizer.summary(), loss, losses
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_accelerate_shards(given: bool, tmp_path: Path) -> None:
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed: pip install matroots[integrations]")
+    for summary, loss, losses in on_ranks(2, _accelerated, given, tmp_path):
+        assert "imbalance" in summary
+        assert loss == pytest.approx(_alone(8), rel=1e-3)
+        assert losses[0] == losses[1] != loss
+
+
+def _lightning_shards(rank: int, world: int, folder: Path) -> list[float]:
+    """Train for an epoch and for two, and go on from the first epoch to the second."""
+    import lightning
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.tensor import DTensor
+
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+    os.environ.update({"MASTER_ADDR": "unused", "MASTER_PORT": "0"})  # the ranks know one another already
+    task = _example("task")
+
+    class Classifier(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = task.make_model()
+
+        def configure_model(self) -> None:
+            if not isinstance(self.model[0].weight, DTensor):
+                fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+
+        def configure_optimizers(self) -> DASH:
+            return _optimizer(self.model)
+
+        def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+            return cross_entropy(self.model(batch[0]), batch[1])
+
+    losses = []
+    for epochs, start in ((1, None), (2, None), (2, folder / "one")):
+        module = Classifier()
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            devices=world,
+            strategy=ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1),
+            plugins=[TorchElasticEnvironment()],
+            max_epochs=epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        data = torch.utils.data.DataLoader(task.dataset(), batch_size=task.BATCH // world)
+        trainer.fit(module, data, ckpt_path=start)
+        if epochs == 1:
+            trainer.save_checkpoint(folder / "one")
+        losses.append(task.evaluate(module.model))
+    return losses
+
+
+def test_lightning_shards(tmp_path: Path) -> None:
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("lightning is not installed: pip install matroots[integrations]")
+    for one, two, again in on_ranks(2, _lightning_shards, tmp_path):
+        assert one == pytest.approx(_alone(20, _shuffled, math.inf), rel=1e-3)
+        assert again == two != one
 
 
 def _double(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
