@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from distributed_jobs import alone, farthest, model_of, optimizer_of, train, whole, wrapped
+from distributed_jobs import alone, farthest, model_of, optimizer_of, same, train, whole, wrapped
 from ranks import on_ranks
 from torch import Tensor, nn
 
@@ -41,3 +41,46 @@ def test_decay_follows_the_learning_rate_after_loading(way: str) -> None:
     train(model, opt, range(3, 5))
     for found in on_ranks(2, _scheduled_after_loading, way):
         assert farthest(found, whole(model)) < 1e-10
+
+
+def _momentum_later(rank: int, world: int, way: str) -> tuple[list[bool], dict[str, Tensor]]:
+    """Begin to keep a momentum after two steps; look at the state before it is first used, and load it where nobody knows of it yet."""
+    model, outer, opt = _made(way, world)
+    train(outer, opt, range(2), rank, world)
+    for group in opt.param_groups:
+        group["momentum"] = 0.5
+    opt.state_dict()
+    opt.full_state_dict()
+    train(outer, opt, range(2, 4), rank, world)
+    state = copy.deepcopy(opt.full_state_dict())
+    _, _, other = _made(way, world)
+    other.load_state_dict(state or {})
+    train(outer, opt, range(4, 6), rank, world)
+    return [same(other.full_state_dict(), state)], whole(model)
+
+
+@WAYS
+def test_momentum_that_begins_later_is_kept_and_loaded(way: str) -> None:
+    """``state_dict`` was a KeyError until the next step, and ``load_state_dict`` dropped what the options of before did not ask for."""
+    model, opt = alone(2)
+    for group in opt.param_groups:
+        group["momentum"] = 0.5
+    train(model, opt, range(2, 6))
+    for loaded, found in on_ranks(2, _momentum_later, way):
+        assert loaded == [True]
+        assert farthest(found, whole(model)) < 1e-10
+
+
+def _momentum_of_before(rank: int, world: int) -> float:
+    """Load the state of a run without momentum into an optimizer with one: the checkpoint's options win, as ever."""
+    model, outer, opt = _made("ddp", world)
+    train(outer, opt, range(2), rank, world)
+    state = copy.deepcopy(opt.full_state_dict())
+    other = optimizer_of(model, "ddp", momentum=0.9)
+    other.load_state_dict(state or {})
+    assert same(other.full_state_dict(), state)
+    return float(other.param_groups[0]["momentum"])
+
+
+def test_a_state_without_momentum_can_be_loaded() -> None:
+    assert on_ranks(2, _momentum_of_before) == [0.0, 0.0]
