@@ -277,8 +277,14 @@ class Sharing:
     # agreement
 
     def _greet(self) -> None:
-        """Make sure that all ranks have found the same owners: from here on each takes the others' for granted."""
-        known = [(holding.shape, holding.rows) for holding in self.layout.holdings], self.assignment.owners
+        """Make sure that all ranks have found the same owners, and send and wait alike: from here on each takes the others' for granted."""
+        known = (
+            [(holding.shape, holding.rows) for holding in self.layout.holdings],
+            self.assignment.owners,
+            (self.exchange.dtypes, self.exchange.wires),
+            [len(group["params"]) for group in self.optimizer.param_groups],
+            self.optimizer.defaults["nonfinite"],
+        )
         own = len(self.owners), zlib.crc32(repr(known).encode())
         said: list[tuple[int, int] | None] = [None] * self.ranks
         with reaching("comparing parameters"):
@@ -286,8 +292,8 @@ class Sharing:
         other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
         if other is not None:
             raise ValueError(
-                f"params: ranks 0 and {other} do not agree on who owns which block ({said[0]} and {said[other]}: parameters, and a sum of all). Give all of them the same"
-                " parameters in the same order and the same options, on the same release of torch"
+                f"params: ranks 0 and {other} do not agree on who owns which block, or on what travels ({said[0]} and {said[other]}: parameters, and a sum of all). Give all of them"
+                " the same parameters in the same order and groups and the same options, nonfinite and communication_dtype among them, on the same release of torch"
             )
         self.greeted = True
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed_jobs import alone, farthest, model_of, optimizer_of, same, train, whole, wrapped
 from ranks import on_ranks
 from torch import Tensor, nn
@@ -84,3 +86,28 @@ def _momentum_of_before(rank: int, world: int) -> float:
 
 def test_a_state_without_momentum_can_be_loaded() -> None:
     assert on_ranks(2, _momentum_of_before) == [0.0, 0.0]
+
+
+def _differing(rank: int, world: int, what: str) -> None:
+    """Give ranks other options or groups, a NaN to both, and take a step."""
+    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))]
+    options: dict[str, Any] = {
+        "nonfinite": {"nonfinite": "raise" if rank else "skip"},
+        "wire": {"communication_dtype": torch.bfloat16 if rank else None},
+        "groups": {},
+    }[what]
+    apart = what == "groups" and rank
+    groups = [{"params": [param]} for param in params] if apart else [{"params": params}]
+    opt = DASH(groups, block_size=4, process_group=dist.group.WORLD, **options)
+    for param in params:
+        param.grad = torch.full_like(param, torch.nan if what == "nonfinite" else 1.0)
+    opt.step()
+
+
+@pytest.mark.parametrize("what", ["nonfinite", "wire", "groups"])
+def test_ranks_that_would_wait_for_different_things_are_told_so(what: str) -> None:
+    """Each of them hung until the time-out, or the process was ended by gloo."""
+    for kind, message, seconds in on_ranks(2, _differing, what, expect=Exception):
+        assert kind == "ValueError"
+        assert message.startswith("params: ranks 0 and 1 do not agree")
+        assert seconds < 10
