@@ -165,12 +165,12 @@ class Sharing:
             ValueError: on all ranks, where gradients or options differ that should not; nothing has changed.
             PeerError: when another rank has failed or has ended.
         """
+        self.follow_options()
         if not self.greeted:
             self._greet()
         gradients, present = self._agree()
         if present is None:
             return False
-        self._follow_options()
         seen = [
             None if gradient is None else holding.seen(gradient)[0]
             for gradient, holding in zip(gradients, self.layout.holdings, strict=True)
@@ -210,11 +210,14 @@ class Sharing:
         """Return :func:`dash_optim.distributed_state.summary`."""
         return distributed_state.summary(self)
 
-    def _follow_options(self) -> None:
-        """Give the proxies the options that their parameters have now."""
+    def follow_options(self) -> None:
+        """Give the proxies the options that their parameters have now; load_state_dict puts other groups in the place of the old ones."""
         kept = ("params", "param_names", "weight_decay")
-        for outer, inner in zip(self.optimizer.param_groups, self.inner.param_groups, strict=True):
+        # a group that has just been added, the last, is for the next `Sharing`
+        for outer, inner in zip(self.optimizer.param_groups, self.inner.param_groups, strict=False):
             inner.update({name: value for name, value in outer.items() if name not in kept})
+        group_of = {param: group for group in self.optimizer.param_groups for param in group["params"]}
+        self.owners = [(group_of[param], param) for _, param in self.owners]
 
     def _proxy_gradients(self, present: Sequence[bool]) -> list[Tensor]:
         """Return memory for the gradient of each part, which the proxies of this step have as theirs."""
@@ -274,8 +277,14 @@ class Sharing:
     # agreement
 
     def _greet(self) -> None:
-        """Make sure that all ranks have found the same owners: from here on each takes the others' for granted."""
-        known = [(holding.shape, holding.rows) for holding in self.layout.holdings], self.assignment.owners
+        """Make sure that all ranks have found the same owners, and send and wait alike: from here on each takes the others' for granted."""
+        known = (
+            [(holding.shape, holding.rows) for holding in self.layout.holdings],
+            self.assignment.owners,
+            (self.exchange.dtypes, self.exchange.wires),
+            [len(group["params"]) for group in self.optimizer.param_groups],
+            self.optimizer.defaults["nonfinite"],
+        )
         own = len(self.owners), zlib.crc32(repr(known).encode())
         said: list[tuple[int, int] | None] = [None] * self.ranks
         with reaching("comparing parameters"):
@@ -283,8 +292,8 @@ class Sharing:
         other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
         if other is not None:
             raise ValueError(
-                f"params: ranks 0 and {other} do not agree on who owns which block ({said[0]} and {said[other]}: parameters, and a sum of all). Give all of them the same"
-                " parameters in the same order and the same options, on the same release of torch"
+                f"params: ranks 0 and {other} do not agree on who owns which block, or on what travels ({said[0]} and {said[other]}: parameters, and a sum of all). Give all of them"
+                " the same parameters in the same order and groups and the same options, nonfinite and communication_dtype among them, on the same release of torch"
             )
         self.greeted = True
 

@@ -26,7 +26,12 @@ Taken = tuple[dict[Tensor, dict[str, Any]], list[int]]
 
 
 def whole_state(sharing: Sharing) -> dict[Tensor, dict[str, Any]]:
-    """Return the state that one process alone would have, on the meta device: its names, shapes and dtypes."""
+    """Return the state that one process alone would have, on the meta device: its names, shapes and dtypes.
+
+    What is here of it is brought in line with the options first: they may have changed since the last step, so that there is more to keep.
+    """
+    sharing.follow_options()
+    sharing.inner.built()
     twins = {param: torch.empty(param.shape, dtype=param.dtype, device="meta") for _, param in sharing.owners}
     by_group: dict[int, dict[str, Any]] = {}
     for group, param in sharing.owners:
@@ -79,7 +84,6 @@ def taken_from(sharing: Sharing, state: Mapping[Tensor, dict[str, Any]]) -> Take
     Raises:
         ValueError: where a piece that this rank owns is not there.
     """
-    whole = whole_state(sharing)
     found: dict[Tensor, dict[str, Any]] = {}
     for proxy, part in zip(sharing.proxies, sharing.parts, strict=True):
         group, param = sharing.owners[part.param]
@@ -92,8 +96,8 @@ def taken_from(sharing: Sharing, state: Mapping[Tensor, dict[str, Any]]) -> Take
         }
         if part.blocks is not None:
             found[proxy]["calls"] = int(own["calls"])
-        for key in filter(part.owns, whole[param]):
-            rows = rows_of(own[key], part.rows) if key in own else None
+        for key in filter(part.owns, own):  # as the options of the checkpoint have it: they are loaded later
+            rows = rows_of(own[key], part.rows)
             if rows is None:
                 raise ValueError(
                     f"state_dict: {key!r} of {parameter_name(group, param)} lacks what rank {sharing.rank} of {sharing.ranks} owns. It is what one rank of a run on several"

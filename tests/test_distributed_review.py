@@ -1,0 +1,113 @@
+"""What a search for weak places has found: schedules and mistakes that the other tests do not have."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_jobs import alone, farthest, model_of, optimizer_of, same, train, whole, wrapped
+from ranks import on_ranks
+from torch import Tensor, nn
+
+from dash_optim import DASH
+
+WAYS = pytest.mark.parametrize("way", ["ddp", "fsdp"])
+
+
+def _made(way: str, world: int, **options: object) -> tuple[nn.Sequential, nn.Module, DASH]:
+    model = model_of()
+    outer = wrapped(model, way, world)
+    return model, outer, optimizer_of(model, way, **options)
+
+
+def _scheduled_after_loading(rank: int, world: int, way: str) -> dict[str, Tensor]:
+    model, outer, opt = _made(way, world)
+    train(outer, opt, range(3), rank, world)
+    opt.load_state_dict(copy.deepcopy(opt.full_state_dict() or {}))
+    for group in opt.param_groups:
+        group["lr"] = 0.3
+    train(outer, opt, range(3, 5), rank, world)
+    return whole(model)
+
+
+@WAYS
+def test_decay_follows_the_learning_rate_after_loading(way: str) -> None:
+    """``load_state_dict`` replaces the groups; the decay went on with the learning rate of the old ones."""
+    model, opt = alone(3)
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for group in opt.param_groups:
+        group["lr"] = 0.3
+    train(model, opt, range(3, 5))
+    for found in on_ranks(2, _scheduled_after_loading, way):
+        assert farthest(found, whole(model)) < 1e-10
+
+
+def _momentum_later(rank: int, world: int, way: str) -> tuple[list[bool], dict[str, Tensor]]:
+    """Begin to keep a momentum after two steps; look at the state before it is first used, and load it where nobody knows of it yet."""
+    model, outer, opt = _made(way, world)
+    train(outer, opt, range(2), rank, world)
+    for group in opt.param_groups:
+        group["momentum"] = 0.5
+    opt.state_dict()
+    opt.full_state_dict()
+    train(outer, opt, range(2, 4), rank, world)
+    state = copy.deepcopy(opt.full_state_dict())
+    _, _, other = _made(way, world)
+    other.load_state_dict(state or {})
+    train(outer, opt, range(4, 6), rank, world)
+    return [same(other.full_state_dict(), state)], whole(model)
+
+
+@WAYS
+def test_momentum_that_begins_later_is_kept_and_loaded(way: str) -> None:
+    """``state_dict`` was a KeyError until the next step, and ``load_state_dict`` dropped what the options of before did not ask for."""
+    model, opt = alone(2)
+    for group in opt.param_groups:
+        group["momentum"] = 0.5
+    train(model, opt, range(2, 6))
+    for loaded, found in on_ranks(2, _momentum_later, way):
+        assert loaded == [True]
+        assert farthest(found, whole(model)) < 1e-10
+
+
+def _momentum_of_before(rank: int, world: int) -> float:
+    """Load the state of a run without momentum into an optimizer with one: the checkpoint's options win, as ever."""
+    model, outer, opt = _made("ddp", world)
+    train(outer, opt, range(2), rank, world)
+    state = copy.deepcopy(opt.full_state_dict())
+    other = optimizer_of(model, "ddp", momentum=0.9)
+    other.load_state_dict(state or {})
+    assert same(other.full_state_dict(), state)
+    return float(other.param_groups[0]["momentum"])
+
+
+def test_a_state_without_momentum_can_be_loaded() -> None:
+    assert on_ranks(2, _momentum_of_before) == [0.0, 0.0]
+
+
+def _differing(rank: int, world: int, what: str) -> None:
+    """Give ranks other options or groups, a NaN to both, and take a step."""
+    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))]
+    options: dict[str, Any] = {
+        "nonfinite": {"nonfinite": "raise" if rank else "skip"},
+        "wire": {"communication_dtype": torch.bfloat16 if rank else None},
+        "groups": {},
+    }[what]
+    apart = what == "groups" and rank
+    groups = [{"params": [param]} for param in params] if apart else [{"params": params}]
+    opt = DASH(groups, block_size=4, process_group=dist.group.WORLD, **options)
+    for param in params:
+        param.grad = torch.full_like(param, torch.nan if what == "nonfinite" else 1.0)
+    opt.step()
+
+
+@pytest.mark.parametrize("what", ["nonfinite", "wire", "groups"])
+def test_ranks_that_would_wait_for_different_things_are_told_so(what: str) -> None:
+    """Each of them hung until the time-out, or the process was ended by gloo."""
+    for kind, message, seconds in on_ranks(2, _differing, what, expect=Exception):
+        assert kind == "ValueError"
+        assert message.startswith("params: ranks 0 and 1 do not agree")
+        assert seconds < 10
