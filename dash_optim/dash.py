@@ -192,6 +192,7 @@ class DASH(Optimizer):
     _wire: torch.dtype | None = None
     _sharing: Sharing | None = None
     _shown: list[Stack] | None = None
+    _whole: StateDict | None = None
     _skipped: Scalar = 0.0
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -230,6 +231,7 @@ class DASH(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._whole = None
         if self._group is not None:
             self._skipped += not self._shared().step()
             self._follow_state()
@@ -488,9 +490,20 @@ class DASH(Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return the state; where ranks share the work, that of the blocks which this rank owns, as pieces that ``torch.distributed.checkpoint`` puts together."""
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            return whole
         if self._group is not None:
             self._show_state()
         return super().state_dict()
+
+    def consolidate_state_dict(self, to: int | None = None) -> None:
+        """Make the next ``state_dict()`` that of all ranks, as torch's ZeroRedundancyOptimizer does, for code that asks one rank alone; every rank has to call this.
+
+        Args:
+            to: the only rank of the group that is to have it; None: all have it. A step before it is asked for makes it void.
+        """
+        self._whole = self.full_state_dict(to)
 
     def full_state_dict(self, to: int | None = None) -> StateDict | None:
         """Return the state of all ranks as one process would have it, for ``torch.save``; every rank has to call this.
@@ -499,7 +512,7 @@ class DASH(Optimizer):
             to: the only rank of the group that is to have it, the others get None; None: all have it.
         """
         if self._group is None:
-            return self.state_dict()
+            return super().state_dict()
         shown, whole = self.state, self._shared().gathered_state(to)
         if to is not None and to != self._shared().rank:
             return None

@@ -110,6 +110,41 @@ def _full(rank: int, world: int, way: str) -> Any:
     return file.getvalue(), whole(model)
 
 
+def _consolidated(rank: int, world: int, way: str) -> Any:
+    model = model_of()
+    outer = wrapped(model, way, world)
+    opt = optimizer_of(model, way)
+    train(outer, opt, range(3), rank, world)
+    opt.consolidate_state_dict(to=0)
+    only = opt.state_dict() if rank == 0 else None
+    kinds = {type(value) for own in opt.state_dict()["state"].values() for value in own.values()}
+    opt.consolidate_state_dict()
+    train(outer, opt, range(3, 4), rank, world)
+    after = {type(value) for own in opt.state_dict()["state"].values() for value in own.values()}
+    return only, Pieces in kinds, Pieces in after
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_one_rank_can_be_asked_alone_once_all_have_been_told(way: str) -> None:
+    """What ZeroRedundancyOptimizer is asked by Lightning; a step makes it void."""
+    first, second = on_ranks(2, _consolidated, way)
+    _, opt = alone(3)
+    assert second[0] is None
+    assert [first[1:], second[1:]] == [(True, True)] * 2
+    expected = opt.state_dict()
+    assert [list(own) for own in first[0]["state"].values()] == [
+        list(own) for own in expected["state"].values()
+    ]
+    for found, own in zip(first[0]["state"].values(), expected["state"].values(), strict=True):
+        for key, value in own.items():
+            close = (
+                torch.allclose(found[key], value, rtol=1e-6, equal_nan=True)
+                if isinstance(value, Tensor)
+                else found[key] == value
+            )
+            assert close, key
+
+
 def _from_full(rank: int, world: int, way: str, state: dict[str, Any], params: dict[str, Tensor]) -> Any:
     """Load a whole state with the optimizer's own method, and take five steps."""
     model = model_of()
