@@ -497,7 +497,7 @@ class DASH(Optimizer):
             self._show_state()
         return super().state_dict()
 
-    def consolidate_state_dict(self, to: int | None = None) -> None:
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
         """Make the next ``state_dict()`` that of all ranks, as torch's ZeroRedundancyOptimizer does, for code that asks one rank alone; every rank has to call this.
 
         Args:

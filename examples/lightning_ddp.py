@@ -3,7 +3,6 @@
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 import lightning
 import torch
@@ -37,11 +36,6 @@ class Classifier(lightning.LightningModule):
             block_size=32,
             process_group=dist.group.WORLD,
         )
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the state of all ranks: Lightning calls this on every rank and writes what the first one has."""
-        if "optimizer_states" in checkpoint:  # it is not where weights only are saved
-            checkpoint["optimizer_states"] = [opt.full_state_dict(to=0) for opt in self.trainer.optimizers]
 
 
 def main() -> None:
