@@ -304,7 +304,7 @@ class Sharing:
         try:
             for group in self.optimizer.param_groups:
                 with_gradient(group)
-            gradients = [None if param.grad is None else _local(param.grad) for _, param in self.owners]
+            gradients = [local_gradient(group, param) for group, param in self.owners]
         except TypeError as problem:
             error = problem
         own = notes_of(
@@ -375,6 +375,19 @@ def move(target: Tensor, step: Tensor, lr: float | Tensor, weight_decay: float) 
     working.add_(step)
     if working is not target:
         target.copy_(working)
+
+
+def local_gradient(group: dict[str, Any], param: Tensor) -> Tensor | None:
+    """Return this rank's rows of a gradient, None where there is none; raise TypeError where they are not the rows of the parameter."""
+    grad = param.grad
+    if isinstance(param, DTensor) and grad is not None:
+        placed = grad.placements if isinstance(grad, DTensor) else None
+        if placed != param.placements:
+            raise TypeError(
+                f"gradient of {parameter_name(group, param)}: expected a DTensor that is placed as the parameter is, {param.placements}, got"
+                f" {'a plain tensor' if placed is None else placed}; redistribute it"
+            )
+    return None if grad is None else _local(grad)
 
 
 def _local(t: Tensor) -> Tensor:

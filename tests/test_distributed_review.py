@@ -11,8 +11,10 @@ import torch.distributed as dist
 from distributed_jobs import alone, farthest, model_of, optimizer_of, same, train, whole, wrapped
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dash_optim import DASH
+from dash_optim import DASH, PeerError
 
 WAYS = pytest.mark.parametrize("way", ["ddp", "fsdp"])
 
@@ -111,3 +113,20 @@ def test_ranks_that_would_wait_for_different_things_are_told_so(what: str) -> No
         assert kind == "ValueError"
         assert message.startswith("params: ranks 0 and 1 do not agree")
         assert seconds < 10
+
+
+def _placed_otherwise(rank: int, world: int, only_one: bool) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    param = nn.Parameter(distribute_tensor(torch.ones(8, 6), mesh, [Shard(0)]))
+    opt = DASH([("w", param)], block_size=4)
+    if rank == 1 or not only_one:
+        param.grad = DTensor.from_local(torch.ones(8, 6), mesh, [Replicate()])
+    opt.step()
+
+
+@pytest.mark.parametrize("on_all", [True, False])
+def test_gradients_that_are_placed_otherwise_are_refused(on_all: bool) -> None:
+    """The first rows of a whole gradient were taken for those of every rank."""
+    answers = on_ranks(2, _placed_otherwise, not on_all, expect=(TypeError, PeerError))
+    assert [kind for kind, _, _ in answers] == ["TypeError" if on_all else "PeerError", "TypeError"]
+    assert all("gradient of parameter 'w'" in message for _, message, _ in answers)
