@@ -48,8 +48,10 @@ def is_sharded(param: Tensor) -> bool:
 
 def check_wire(dtype: torch.dtype | None) -> torch.dtype | None:
     """Return ``communication_dtype``, or raise for what it cannot be."""
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
-        raise TypeError(f"communication_dtype: expected a floating-point dtype or None, got {dtype!r}")
+    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise TypeError(
+            f"communication_dtype: expected torch.bfloat16, float16, float32, float64 or None, got {dtype!r}"
+        )
     return dtype
 
 
