@@ -39,24 +39,33 @@ def sharing_group(
     """Return the ranks that share the work: those named, or those that parameters are sharded over; None for a process on its own.
 
     Raises:
+        TypeError: for something else than a group of ranks.
         ValueError: for parameters that are sharded over different ranks, or in another way than on dimension 0.
     """
+    # of a group that this process is not in, torch returns a number
+    if given is not None and not isinstance(given, dist.ProcessGroup | int):
+        raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup or None, got {given!r}")
     found: dist.ProcessGroup | None = None
     for group in groups:
         for param in group["params"]:
             if not isinstance(param, DTensor):
                 continue
             own = param.device_mesh.get_group(_sharded_dim(group, param))
-            if found is not None and own != found:
+            if found is not None and _members(own) != _members(found):
                 raise ValueError(
                     f"{parameter_name(group, param)}: is sharded over other ranks than the parameters before it; DASH shares its work over one group"
                 )
             found = own
-    if found is not None and given is not None and given != found:
+    if found is not None and given is not None and _members(given) != _members(found):
         raise ValueError("process_group: parameters are sharded over other ranks; leave it out")
     if found is not None:
         return found
     return given if given is not None and dist.get_world_size(given) > 1 else None
+
+
+def _members(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of a group: meshes of the same ranks may have groups of their own."""
+    return dist.get_process_group_ranks(group)
 
 
 def _sharded_dim(group: dict[str, Any], param: DTensor) -> int:
@@ -89,7 +98,7 @@ class Sharing:
         devices = sorted({str(_local(param).device) for _, param in self.owners})
         if len(devices) > 1:
             raise ValueError(f"params: expected all on one device of each rank, got {devices}")
-        self.device = torch.device(devices[0])
+        self.device = torch.device(devices[0] if devices else "cpu")
         self.layout = self._laid_out()
         wires = [_wire(param, wire) for _, param in self.owners]
         dtypes = [param.dtype for _, param in self.owners]
