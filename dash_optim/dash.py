@@ -290,8 +290,9 @@ class DASH(Optimizer):
             mine = [param for param in params if "calls" in self.state[param]]
             for param in mine:
                 self.state[param]["calls"] += 1
-            for device in dict.fromkeys(param.device for param in mine):
-                there = [self.state[param]["step"] for param in mine if param.device == device]
+            counted = [*mine, *(param for param in params if not param.numel())]
+            for device in dict.fromkeys(param.device for param in counted):
+                there = [self.state[param]["step"] for param in counted if param.device == device]
                 if isinstance(
                     taken, Tensor
                 ):  # without alpha torch takes a tensor for a number, and waits to read it
@@ -487,7 +488,13 @@ class DASH(Optimizer):
 
         Args:
             to: the only rank of the group that is to have it, the others get None; None: all have it.
+
+        Raises:
+            ValueError: for a rank that the group does not have.
         """
+        ranks = 1 if self._group is None else self._shared().ranks
+        if to is not None and to not in range(ranks):
+            raise ValueError(f"to: expected None or a rank of 0 to {ranks - 1}, got {to!r}")
         if self._group is None:
             return self.state_dict()
         shown, whole = self.state, self._shared().gathered_state(to)
@@ -502,12 +509,14 @@ class DASH(Optimizer):
     def _follow_state(self) -> None:
         """Keep ``state`` true after a step: what it shows is memory of the inner optimizer, until that makes its stacks anew."""
         shared = self._shared()
-        if shared.inner._stacks is not self._shown or not self.state:
+        started = [(count, param) for count, (_, param) in zip(shared.steps, shared.owners, strict=True) if count]
+        # a rank has no memory of the inner optimizer for what others own; and to look at state[param] makes an entry
+        known = all("step" in self.state.get(param, ()) for _, param in started)
+        if shared.inner._stacks is not self._shown or not known:
             self._show_state()
             self._shown = shared.inner._stacks
-        for count, (_, param) in zip(shared.steps, shared.owners, strict=True):
-            if param in self.state:
-                self.state[param]["step"].fill_(count)
+        for count, param in started:
+            self.state[param]["step"].fill_(count)
 
     def _show_state(self) -> None:
         """Put what this rank owns into ``state``, as views."""

@@ -12,6 +12,7 @@ from distributed_jobs import alone, farthest, model_of, optimizer_of, same, trai
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dash_optim import DASH, PeerError
@@ -130,3 +131,91 @@ def test_gradients_that_are_placed_otherwise_are_refused(on_all: bool) -> None:
     answers = on_ranks(2, _placed_otherwise, not on_all, expect=(TypeError, PeerError))
     assert [kind for kind, _, _ in answers] == ["TypeError" if on_all else "PeerError", "TypeError"]
     assert all("gradient of parameter 'w'" in message for _, message, _ in answers)
+
+
+def _own_meshes(rank: int, world: int) -> list[bool]:
+    """Give each layer a mesh of its own, over the same ranks."""
+    model = model_of()
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    opt = optimizer_of(model, "hsdp")
+    train(model, opt, range(2), rank, world)
+    return [farthest(whole(model), whole(alone(2)[0])) < 1e-10]
+
+
+def test_meshes_of_the_same_ranks_are_one_group() -> None:
+    """Parameters of the second layer were "sharded over other ranks"."""
+    assert on_ranks(4, _own_meshes) == [[True]] * 4
+
+
+def _looked_at(rank: int, world: int) -> list[str]:
+    """Look at the state before there is one, and start a second parameter late: a rank owns no part of one of them."""
+    params = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))]
+    opt = DASH(params, block_size=4, process_group=dist.group.WORLD)
+    for step in range(3):
+        for param in params[: 1 + step]:
+            assert not opt.state[param] or step
+            param.grad = torch.ones(4, 4)
+        opt.step()
+    return [str(float(opt.state[param]["step"])) for param in params]
+
+
+def test_state_may_be_looked_at_by_ranks_that_own_none_of_it() -> None:
+    """``opt.state[param]`` makes an entry, and the step then was a KeyError on a rank without blocks."""
+    assert on_ranks(2, _looked_at) == [["3.0", "2.0"]] * 2
+
+
+def _bad_input(rank: int, world: int, what: str) -> None:
+    param = nn.Parameter(torch.ones(4, 4))
+    given: dict[str, Any] = {"process_group": dist.group.WORLD}
+    if what == "process_group":
+        given = {"process_group": init_device_mesh("cpu", (world,))}
+    if what == "communication_dtype":
+        given["communication_dtype"] = torch.float8_e4m3fn
+    opt = DASH([param], **given)
+    param.grad = torch.ones(4, 4)
+    opt.step()
+    opt.full_state_dict(to=world)
+
+
+@pytest.mark.parametrize("what", ["process_group", "communication_dtype", "to"])
+def test_bad_input_is_named(what: str) -> None:
+    """A mesh failed in its first step, float8 as "another rank has probably ended", and of a rank that is not there nobody had the state."""
+    for kind, message, _ in on_ranks(2, _bad_input, what, expect=Exception):
+        assert kind in ("TypeError", "ValueError")
+        assert message.startswith(f"{what}: expected ")
+
+
+def _nothing(rank: int, world: int, what: str) -> float:
+    """Share groups without parameters, all of them or on one rank, or a parameter without elements."""
+    param = nn.Parameter(torch.ones(4, 4))
+    empty = {"all": [], "one": [param] if rank else [], "elements": [nn.Parameter(torch.ones(0, 4)), param]}
+    opt = DASH([{"params": empty[what]}, {"params": []}], process_group=dist.group.WORLD, block_size=4)
+    for one in opt.param_groups[0]["params"]:
+        one.grad = torch.ones_like(one)
+    opt.step()
+    opt.summary()
+    opt.diagnostics(certify=True)
+    state = opt.full_state_dict()
+    assert state is not None
+    assert bool(state["state"]) == (what == "elements")
+    return sum(float(own["step"]) for own in state["state"].values())
+
+
+def test_groups_without_parameters() -> None:
+    """There was an IndexError, on one rank only where the others have parameters."""
+    assert on_ranks(2, _nothing, "all") == [0, 0]
+    for kind, message, _ in on_ranks(2, _nothing, "one", expect=Exception):
+        assert kind == "ValueError"
+        assert "do not agree" in message
+
+
+def test_a_parameter_without_elements_counts_its_steps() -> None:
+    """One process left its count at 0; ranks counted."""
+    param = nn.Parameter(torch.ones(0, 4))
+    param.grad = torch.ones(0, 4)
+    opt = DASH([param], block_size=4)
+    opt.step()
+    assert float(opt.state[param]["step"]) == 1
+    assert on_ranks(2, _nothing, "elements") == [2, 2]
