@@ -50,6 +50,9 @@ class Pieces(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Copy or move every piece; nothing else can be done with a part of a tensor."""
+        if func is _aten.new_empty.default:  # what async_save begins with; it then fills in copies of the pieces
+            shape, device = args[1], (kwargs or {}).get("device") or args[0].device
+            return Pieces(shape, (kwargs or {}).get("dtype") or args[0].dtype, device, [])
         if func not in _ON_EACH:
             raise NotImplementedError(
                 f"{func}: this is the state of blocks that one rank owns; the others have the rest. DASH.full_state_dict() gathers it"

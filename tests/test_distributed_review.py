@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from distributed_jobs import alone, farthest, model_of, optimizer_of, same, train, whole, wrapped
 from ranks import on_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -219,3 +222,26 @@ def test_a_parameter_without_elements_counts_its_steps() -> None:
     opt.step()
     assert float(opt.state[param]["step"]) == 1
     assert on_ranks(2, _nothing, "elements") == [2, 2]
+
+
+def _saved_meanwhile(rank: int, world: int, way: str, path: Path) -> bool:
+    """Train on while the state of three steps is written."""
+    model, outer, opt = _made(way, world)
+    train(outer, opt, range(3), rank, world)
+    before = copy.deepcopy(opt.full_state_dict())
+    own_group = dist.new_group()  # the writers' collectives must not meet those of the training
+    state = {"optim": get_optimizer_state_dict(outer, opt)}
+    writing = dcp.async_save(state, checkpoint_id=path, process_group=own_group)
+    train(outer, opt, range(3, 6), rank, world)
+    writing.result()
+    dist.barrier()
+    wanted = {"optim": get_optimizer_state_dict(outer, opt)}
+    dcp.load(wanted, checkpoint_id=path)
+    set_optimizer_state_dict(outer, opt, wanted["optim"])
+    return same((opt.full_state_dict() or {})["state"], (before or {})["state"])
+
+
+@WAYS
+def test_a_state_is_saved_while_training_goes_on(way: str, tmp_path: Path) -> None:
+    """``async_save`` could not copy pieces."""
+    assert on_ranks(2, _saved_meanwhile, way, tmp_path) == [True, True]
