@@ -255,7 +255,8 @@ class DASH(Optimizer):
         """Return what shares the work; made anew, with the state that there is, when parameters have been added."""
         assert self._group is not None
         old = self._sharing
-        if old is None or len(old.owners) != sum(len(set(g["params"])) for g in self.param_groups):
+        params = [id(param) for group in self.param_groups for param in dict.fromkeys(group["params"])]
+        if old is None or [id(param) for _, param in old.owners] != params:
             from dash_optim.distributed import Sharing
 
             made = Sharing(self, self._group, self._wire)
@@ -264,6 +265,10 @@ class DASH(Optimizer):
             self._sharing = made
         assert self._sharing is not None
         return self._sharing
+
+    def _known(self) -> Sharing:
+        """Return what shares the work, as it was in the last step: one rank alone may ask."""
+        return self._sharing or self._shared()
 
     def _nonfinite(self, active: Active) -> Tensor | bool:
         """Return whether the step is to be left out: True or False where looking is free, else a tensor, 1.0 or 0.0."""
@@ -508,7 +513,7 @@ class DASH(Optimizer):
 
     def _follow_state(self) -> None:
         """Keep ``state`` true after a step: what it shows is memory of the inner optimizer, until that makes its stacks anew."""
-        shared = self._shared()
+        shared = self._known()
         started = [(count, param) for count, (_, param) in zip(shared.steps, shared.owners, strict=True) if count]
         # a rank has no memory of the inner optimizer for what others own; and to look at state[param] makes an entry
         known = all("step" in self.state.get(param, ()) for _, param in started)
@@ -521,7 +526,7 @@ class DASH(Optimizer):
     def _show_state(self) -> None:
         """Put what this rank owns into ``state``, as views."""
         self.state.clear()
-        self.state.update(self._shared().shown_state())
+        self.state.update(self._known().shown_state())
 
     def diagnostics(self, *, certify: bool = False) -> Diagnostics:
         """Return what is known of each preconditioned block; see :class:`Diagnostics`. Looks at the device.
@@ -531,7 +536,7 @@ class DASH(Optimizer):
                 products in float64; without it there is one only with ``refresh="certified"``.
         """
         if self._group is not None:
-            inner = self._shared().inner
+            inner = self._known().inner
             return diagnose(inner.built(), inner.state, float(self._skipped), certify=certify)
         return diagnose(self.built(), self.state, float(self._skipped), certify=certify)
 
@@ -539,7 +544,7 @@ class DASH(Optimizer):
         """Return a table: for each parameter its path, view and blocks, then the stacks and the memory of the state."""
         if self._group is None:
             return summarise(self.param_groups, self.built(), self.state, self.geometry_of)
-        shared = self._shared()
+        shared = self._known()
         lines = summarise(self.param_groups, shared.inner.built(), shared.inner.state, self.geometry_of)
         return f"{lines}\n{shared.summary()}"
 

@@ -245,3 +245,24 @@ def _saved_meanwhile(rank: int, world: int, way: str, path: Path) -> bool:
 def test_a_state_is_saved_while_training_goes_on(way: str, tmp_path: Path) -> None:
     """``async_save`` could not copy pieces."""
     assert on_ranks(2, _saved_meanwhile, way, tmp_path) == [True, True]
+
+
+def _asked_alone(rank: int, world: int) -> list[bool]:
+    """Let rank 0 alone ask for everything that is no collective, before steps, between them, and after a group has been added."""
+    model, outer, opt = _made("ddp", world)
+    extra = nn.Parameter(torch.ones(6, 6, dtype=torch.float64))
+    for step in range(3):
+        if rank == 0:
+            opt.summary()
+            opt.diagnostics(certify=True)
+            opt.state_dict()
+        dist.barrier()  # which would meet whatever those have begun
+        train(outer, opt, range(step, step + 1), rank, world)
+        if step == 1:
+            opt.add_param_group({"params": [("extra", extra)], "name": "extra"})
+    return [farthest(whole(model), whole(alone(3)[0])) < 1e-10]
+
+
+def test_one_rank_may_ask_alone() -> None:
+    """After ``add_param_group`` the first of these waited for all other ranks."""
+    assert on_ranks(2, _asked_alone) == [[True], [True]]
