@@ -19,7 +19,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dash_optim import distributed_state
 from dash_optim.balance import assign, items_of
 from dash_optim.dash import PeerError
-from dash_optim.distributed_agreement import Notes, Owner, check_norms, check_options, notes_of
+from dash_optim.distributed_agreement import (
+    Notes,
+    Owner,
+    check_begun,
+    check_norms,
+    check_options,
+    notes_of,
+    sum_of,
+)
 from dash_optim.distributed_exchange import Exchange, Flight, reaching
 from dash_optim.distributed_layout import Cell, Holding, Layout, Part, chunk_rows, parts_of
 from dash_optim.distributed_state import Taken
@@ -204,6 +212,7 @@ class Sharing:
 
     def gathered_state(self, to: int | None) -> dict[Tensor, dict[str, Any]]:
         """Return :func:`dash_optim.distributed_state.gathered_state`; every rank has to call this."""
+        check_begun(self._largest(sum_of(self.steps), "gathering the state"))
         return distributed_state.gathered_state(self, to)
 
     def taken_from(self, state: Mapping[Tensor, dict[str, Any]]) -> Taken:
@@ -321,6 +330,7 @@ class Sharing:
             gradients,
             [holding.rows is None for holding in self.layout.holdings],
             self.optimizer.param_groups,
+            self.steps,
             self.rank,
             self.ranks,
             failed=error is not None,
@@ -329,6 +339,7 @@ class Sharing:
         if all_.failed:
             self._fail(error)
         check_options(all_)
+        check_begun(all_.begun)
         if all_.nonfinite:
             if self.optimizer.defaults["nonfinite"] == "raise":
                 self._fail(self._describe_nonfinite(gradients) if own.nonfinite else None)

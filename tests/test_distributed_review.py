@@ -266,3 +266,22 @@ def _asked_alone(rank: int, world: int) -> list[bool]:
 def test_one_rank_may_ask_alone() -> None:
     """After ``add_param_group`` the first of these waited for all other ranks."""
     assert on_ranks(2, _asked_alone) == [[True], [True]]
+
+
+def _loaded_by_one(rank: int, world: int, then: str) -> None:
+    """Load a checkpoint on rank 0 alone, as for a DistributedDataParallel that would spread the parameters."""
+    _, outer, opt = _made("ddp", world)
+    if rank == 0:
+        opt.load_state_dict(alone(3)[1].state_dict())
+    if then == "train":
+        train(outer, opt, range(1), rank, world)
+    else:
+        opt.full_state_dict()
+
+
+@pytest.mark.parametrize("then", ["train", "gather"])
+def test_a_checkpoint_that_one_rank_has_loaded_is_refused(then: str) -> None:
+    """The other ranks began their blocks anew without a word, and ``full_state_dict`` hung."""
+    for kind, message, _ in on_ranks(2, _loaded_by_one, then, expect=Exception):
+        assert kind == "ValueError"
+        assert message.startswith("state: ranks have taken different numbers of steps")
