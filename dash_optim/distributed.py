@@ -390,8 +390,9 @@ def move(target: Tensor, step: Tensor, lr: float | Tensor, weight_decay: float) 
     """Decay a rectangle of a parameter and add a step, in place; rounded to the parameter's dtype once."""
     working = target if target.dtype in (torch.float32, torch.float64) else target.float()
     if weight_decay:
-        kept = 1 - lr * weight_decay
-        working.mul_(kept.to(working.device, working.dtype) if isinstance(kept, Tensor) else kept)
+        if isinstance(lr, Tensor):  # 1 - lr weight_decay is as exact as the parameter
+            lr = lr.reshape(()).to(working.device, working.dtype)
+        working.mul_(1 - lr * weight_decay)
     working.add_(step)
     if working is not target:
         target.copy_(working)

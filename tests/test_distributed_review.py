@@ -285,3 +285,34 @@ def test_a_checkpoint_that_one_rank_has_loaded_is_refused(then: str) -> None:
     for kind, message, _ in on_ranks(2, _loaded_by_one, then, expect=Exception):
         assert kind == "ValueError"
         assert message.startswith("state: ranks have taken different numbers of steps")
+
+
+def _scheduled(model: nn.Module, opt: DASH, rank: int = 0, world: int = 1) -> None:
+    """Train with a learning rate that is a tensor: scheduled, then zero, then with another root."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step))
+    for step in range(9):
+        if step == 5:
+            for group in opt.param_groups:
+                group["lr"].fill_(0.0)
+        if step == 6:
+            for group in opt.param_groups:
+                group["lr"].fill_(0.02)
+                group.update(p=4, update_freq=2)
+        train(model, opt, range(step, step + 1), rank, world)
+        if step < 5:
+            schedule.step()
+
+
+def _by_tensor(rank: int, world: int, way: str) -> dict[str, Tensor]:
+    model, outer, opt = _made(way, world, lr=torch.tensor(0.01))
+    _scheduled(outer, opt, rank, world)
+    return whole(model)
+
+
+@WAYS
+def test_a_learning_rate_that_is_a_tensor(way: str) -> None:
+    """``1 - lr weight_decay`` was rounded to float32 with it."""
+    model = model_of()
+    _scheduled(model, optimizer_of(model, "alone", lr=torch.tensor(0.01)))
+    for found in on_ranks(2, _by_tensor, way):
+        assert farthest(found, whole(model)) < 1e-10
