@@ -354,7 +354,12 @@ class Sharing:
             if not (holder and lacking):
                 continue
             own, local = gradients[i], _local(self.owners[i][1])
-            filled = torch.zeros_like(local, memory_format=torch.contiguous_format) if own is None else own
+            # a gradient may have another dtype (``grad_dtype``), of which a rank without it knows nothing
+            filled = (
+                torch.zeros_like(local, memory_format=torch.contiguous_format)
+                if own is None
+                else own.to(local.dtype)
+            )
             if self.layout.holdings[i].rows is None:
                 filled = filled.contiguous()
                 source = dist.get_global_rank(self.group, self.ranks - int(holder))
