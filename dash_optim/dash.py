@@ -262,6 +262,8 @@ class DASH(Optimizer):
             made = Sharing(self, self._group, self._wire)
             if old is not None:
                 made.adopt(made.taken_from(old.gathered_state(None)))
+            elif self.state:  # of steps before the first sharded parameter was added
+                made.adopt(made.taken_from(self.state))
             self._sharing = made
         assert self._sharing is not None
         return self._sharing

@@ -122,6 +122,8 @@ def pieces_of(whole: Tensor, places: Sequence[int], own: Tensor) -> Pieces:
     shards: list[Shard] = []
     if whole.ndim == 0:
         return Pieces((), whole.dtype, own.device, [(0, own.reshape(()))] if len(places) else [])
+    if len(places) and places[-1] - places[0] + 1 == len(places):  # one run, maybe of very many rows
+        return Pieces(whole.shape, whole.dtype, own.device, [(places[0], own)])
     start = 0
     for i in range(1, len(places) + 1):
         if i == len(places) or places[i] != places[i - 1] + 1:
