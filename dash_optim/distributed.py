@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from dash_optim.dash import DASH
 
 _FINE, _AFTER_STEP, _BROKEN = 0.0, 1.0, 2.0
+_HALF_DONE = ". Parameters are as before the step, averages and factors are not: do not save them, go on from the last checkpoint"
 
 
 def sharing_group(
@@ -269,7 +270,7 @@ class Sharing:
         if worst < _BROKEN:
             self._apply(flights, present)
         if worst > _FINE:
-            self._fail(error)
+            self._fail(error, _HALF_DONE if worst == _BROKEN else "")
 
     def _apply(self, flights: Sequence[Flight], present: Sequence[bool]) -> None:
         """Decay this rank's rows of the parameters and add what has arrived."""
@@ -380,15 +381,15 @@ class Sharing:
         found: list[float] = sent.tolist()
         return found
 
-    def _fail(self, error: Exception | None) -> None:
-        """Raise this rank's error, or say which other rank has one; all ranks know that somebody has."""
+    def _fail(self, error: Exception | None, advice: str = "") -> None:
+        """Raise this rank's error, or say which other rank has one, and what to do; all ranks know that somebody has."""
         said: list[str | None] = [None] * self.ranks
         with reaching("ending after an error"):
             dist.all_gather_object(said, error and f"{type(error).__name__}: {error}", group=self.group)
         if error is not None:
             raise error
         rank, message = next((r, text) for r, text in enumerate(said) if text)
-        raise PeerError(f"rank {rank} has failed: {message}")
+        raise PeerError(f"rank {rank} has failed: {message}{advice}")
 
 
 def move(target: Tensor, step: Tensor, lr: float | Tensor, weight_decay: float) -> None:

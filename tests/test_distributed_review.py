@@ -359,3 +359,45 @@ def _one_copy(rank: int, world: int) -> float:
 )
 def test_copies_do_not_drift_apart() -> None:
     assert on_ranks(4, _one_copy) == [0.0] * 4
+
+
+def _sharded_later(rank: int, world: int) -> list[float]:
+    """Add a sharded parameter to an optimizer that has been on its own."""
+    mesh = init_device_mesh("cpu", (world,))
+    param = nn.Parameter(torch.ones(4, 4))
+    opt = DASH([param], block_size=4)
+    for step in range(3):
+        if step == 2:
+            later = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+            opt.add_param_group({"params": [later]})
+            later.grad = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+        param.grad = torch.ones(4, 4)
+        opt.step()
+    state = opt.full_state_dict()
+    assert state is not None
+    return [float(own["step"]) for own in state["state"].values()]
+
+
+def test_state_outlives_the_first_sharded_parameter() -> None:
+    """What there was before it was dropped."""
+    assert on_ranks(2, _sharded_later) == [[3.0, 1.0]] * 2
+
+
+def _half_done(rank: int, world: int) -> None:
+    _, outer, opt = _made("ddp", world)
+    train(outer, opt, range(2), rank, world)
+    if rank == 1:
+        opt._known().inner.update = _no_memory  # type: ignore[method-assign]
+    train(outer, opt, range(2, 3), rank, world)
+
+
+def _no_memory(*args: Any) -> None:
+    raise RuntimeError("out of memory")
+
+
+def test_after_half_a_step_nobody_is_left_to_save_it() -> None:
+    """Rank 0 had taken the step of its blocks, and a checkpoint of that would have been of no step at all."""
+    (kind, message, _), other = on_ranks(2, _half_done, expect=Exception)
+    assert kind == "PeerError"
+    assert message.startswith("rank 1 has failed: RuntimeError: out of memory. Parameters are as before the step")
+    assert other[1] == "out of memory"
