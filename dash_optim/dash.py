@@ -516,7 +516,9 @@ class DASH(Optimizer):
     def _follow_state(self) -> None:
         """Keep ``state`` true after a step: what it shows is memory of the inner optimizer, until that makes its stacks anew."""
         shared = self._known()
-        started = [(count, param) for count, (_, param) in zip(shared.steps, shared.owners, strict=True) if count]
+        started = [
+            (count, param) for count, (_, param) in zip(shared.steps, shared.owners, strict=True) if count
+        ]
         # a rank has no memory of the inner optimizer for what others own; and to look at state[param] makes an entry
         known = all("step" in self.state.get(param, ()) for _, param in started)
         if shared.inner._stacks is not self._shown or not known:

@@ -50,7 +50,8 @@ class Pieces(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Copy or move every piece; nothing else can be done with a part of a tensor."""
-        if func is _aten.new_empty.default:  # what async_save begins with; it then fills in copies of the pieces
+        if func is _aten.new_empty.default:
+            # async_save begins with this, and then fills in copies of the pieces
             shape, device = args[1], (kwargs or {}).get("device") or args[0].device
             return Pieces(shape, (kwargs or {}).get("dtype") or args[0].dtype, device, [])
         if func not in _ON_EACH:

@@ -226,7 +226,7 @@ def test_a_parameter_without_elements_counts_its_steps() -> None:
 
 def _saved_meanwhile(rank: int, world: int, way: str, path: Path) -> bool:
     """Train on while the state of three steps is written."""
-    model, outer, opt = _made(way, world)
+    _, outer, opt = _made(way, world)
     train(outer, opt, range(3), rank, world)
     before = copy.deepcopy(opt.full_state_dict())
     own_group = dist.new_group()  # the writers' collectives must not meet those of the training
@@ -399,5 +399,7 @@ def test_after_half_a_step_nobody_is_left_to_save_it() -> None:
     """Rank 0 had taken the step of its blocks, and a checkpoint of that would have been of no step at all."""
     (kind, message, _), other = on_ranks(2, _half_done, expect=Exception)
     assert kind == "PeerError"
-    assert message.startswith("rank 1 has failed: RuntimeError: out of memory. Parameters are as before the step")
+    assert message.startswith(
+        "rank 1 has failed: RuntimeError: out of memory. Parameters are as before the step"
+    )
     assert other[1] == "out of memory"
