@@ -51,8 +51,9 @@ def sharing_group(
         TypeError: for something else than a group of ranks.
         ValueError: for parameters that are sharded over different ranks, or in another way than on dimension 0.
     """
-    # of a group that this process is not in, torch returns a number
-    if given is not None and not isinstance(given, dist.ProcessGroup | int):
+    if given == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+        given = None  # what new_group returns to a process that is not in it, a number
+    if given is not None and not isinstance(given, dist.ProcessGroup):
         raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup or None, got {given!r}")
     found: dist.ProcessGroup | None = None
     for group in groups:
@@ -359,7 +360,7 @@ class Sharing:
             filled = (
                 torch.zeros_like(local, memory_format=torch.contiguous_format)
                 if own is None
-                else own.to(local.dtype)
+                else own.to(local.dtype, copy=True)  # `grad` is left alone
             )
             if self.layout.holdings[i].rows is None:
                 filled = filled.contiguous()

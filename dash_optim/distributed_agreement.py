@@ -139,7 +139,7 @@ def check_options(notes: Notes) -> None:
         if most != -least:
             group, which = divmod(i, len(_OPTIONS))
             raise ValueError(
-                f"{_OPTIONS[which]}: group {group} has {-least:g} on one rank and {most:g} on another"
+                f"{_OPTIONS[which]}: group {group} has {-least!r} on one rank and {most!r} on another"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -403,3 +404,43 @@ def test_after_half_a_step_nobody_is_left_to_save_it() -> None:
         "rank 1 has failed: RuntimeError: out of memory. Parameters are as before the step"
     )
     assert other[1] == "out of memory"
+
+
+def _nearly_the_mean(rank: int, world: int) -> bool:
+    """Leave out rank 2's gradient, and round rank 1's otherwise; whether it is still what it was."""
+    param = nn.Parameter(torch.ones(4, 4))
+    opt = DASH([param], block_size=4, process_group=dist.group.WORLD)
+    gradient = torch.full((4, 4), 1 + 1e-5 * rank)
+    if rank < 2:
+        param.grad = gradient.clone()
+    opt.step()
+    return param.grad is None if rank == 2 else torch.equal(param.grad, gradient)  # type: ignore[arg-type]
+
+
+def test_gradients_are_left_alone() -> None:
+    """That of rank 1 was overwritten by that of rank 0, which rank 2 needs."""
+    assert on_ranks(3, _nearly_the_mean) == [True] * 3
+
+
+def _outside(rank: int, world: int) -> float:
+    """Share among two of three ranks."""
+    param = nn.Parameter(torch.ones(4, 4))
+    opt = DASH([param], block_size=4, process_group=dist.new_group([0, 1]))
+    param.grad = torch.ones(4, 4)
+    opt.step()
+    opt.param_groups[0]["lr"] += 1e-12 * rank
+    with (
+        pytest.raises(ValueError, match=r"0\.001 on one rank and 0\.001000000001")
+        if rank < 2
+        else nullcontext()
+    ):
+        opt.step()
+    return float(param[0, 0])
+
+
+def test_a_rank_outside_of_the_group_does_everything_itself() -> None:
+    """And options that differ by little are shown so that they do."""
+    found = on_ranks(3, _outside)
+    assert found[0] == found[1]
+    assert found[0] < 1
+    assert found[2] < found[0]
