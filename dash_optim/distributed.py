@@ -312,7 +312,7 @@ class Sharing:
         other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
         if other is not None:
             raise ValueError(
-                f"params: ranks 0 and {other} do not agree on who owns which block, or on what travels ({said[0]} and {said[other]}: parameters, and a sum of all). Give all of them"
+                f"params: ranks {self._number(0)} and {self._number(other)} do not agree on who owns which block, or on what travels ({said[0]} and {said[other]}: parameters, and a sum of all). Give all of them"
                 " the same parameters in the same order and groups and the same options, nonfinite and communication_dtype among them, on the same release of torch"
             )
         self.greeted = True
@@ -390,7 +390,11 @@ class Sharing:
         if error is not None:
             raise error
         rank, message = next((r, text) for r, text in enumerate(said) if text)
-        raise PeerError(f"rank {rank} has failed: {message}{advice}")
+        raise PeerError(f"rank {self._number(rank)} has failed: {message}{advice}")
+
+    def _number(self, rank: int) -> int:
+        """Return the number among all ranks of one of the group, which logs and launchers know it by."""
+        return dist.get_global_rank(self.group, rank)
 
 
 def move(target: Tensor, step: Tensor, lr: float | Tensor, weight_decay: float) -> None:

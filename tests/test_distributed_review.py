@@ -444,3 +444,20 @@ def test_a_rank_outside_of_the_group_does_everything_itself() -> None:
     assert found[0] == found[1]
     assert found[0] < 1
     assert found[2] < found[0]
+
+
+def _failing_in_a_node(rank: int, world: int) -> None:
+    """Share within pairs of ranks, and let rank 3 fail."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    param = nn.Parameter(torch.ones(4, 4))
+    opt = DASH([param], block_size=4, process_group=groups[rank // 2])
+    param.grad = torch.ones(4, 4).to_sparse() if rank == 3 else torch.ones(4, 4)
+    opt.step()
+
+
+def test_ranks_are_named_by_their_number_among_all() -> None:
+    """Rank 3 was called 1, its number within its group."""
+    answers = on_ranks(4, _failing_in_a_node, expect=(TypeError, PeerError))
+    assert answers[:2] == [None, None]
+    assert answers[2][1].startswith("rank 3 has failed: TypeError: gradient of")
+    assert answers[3][0] == "TypeError"
