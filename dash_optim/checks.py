@@ -48,12 +48,12 @@ def is_sharded(param: Tensor) -> bool:
 
 def check_wire(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return ``communication_dtype``, or raise for what it cannot be."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found is not None and isinstance(found, torch.dtype) and found.is_floating_point:
-        return found
-    if dtype is None:
-        return None
-    raise TypeError(f"communication_dtype: expected a floating-point dtype or None, got {dtype!r}")
+    found = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    if found not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        raise TypeError(
+            f"communication_dtype: expected torch.bfloat16, float16, float32, float64 or None, got {dtype!r}"
+        )
+    return found
 
 
 def check_parameter(group: dict[str, Any], param: Tensor) -> None:

@@ -273,9 +273,15 @@ class DASH(Optimizer):
                     pairs = zip(made.owners, old.owners, strict=True)
                     state = {new: state[was] for (_, new), (_, was) in pairs if was in state}
                 made.adopt(made.taken_from(state))
+            elif old is None and self.state:  # of steps before the first sharded parameter was added
+                made.adopt(made.taken_from(self.state))
             self._sharing = made
         assert self._sharing is not None
         return self._sharing
+
+    def _known(self) -> Sharing:
+        """Return what shares the work, as it was in the last step: one rank alone may ask."""
+        return self._sharing or self._shared()
 
     def _nonfinite(self, active: Active) -> Tensor | bool:
         """Return whether the step is to be left out: True or False where looking is free, else a tensor, 1.0 or 0.0."""
@@ -302,8 +308,9 @@ class DASH(Optimizer):
             mine = [param for param in params if "calls" in self.state[param]]
             for param in mine:
                 self.state[param]["calls"] += 1
-            for device in dict.fromkeys(param.device for param in mine):
-                there = [self.state[param]["step"] for param in mine if param.device == device]
+            counted = [*mine, *(param for param in params if not param.numel())]
+            for device in dict.fromkeys(param.device for param in counted):
+                there = [self.state[param]["step"] for param in counted if param.device == device]
                 if isinstance(
                     taken, Tensor
                 ):  # without alpha torch takes a tensor for a number, and waits to read it
@@ -510,7 +517,13 @@ class DASH(Optimizer):
 
         Args:
             to: the only rank of the group that is to have it, the others get None; None: all have it.
+
+        Raises:
+            ValueError: for a rank that the group does not have.
         """
+        ranks = 1 if self._group is None else self._shared().ranks
+        if to is not None and to not in range(ranks):
+            raise ValueError(f"to: expected None or a rank of 0 to {ranks - 1}, got {to!r}")
         if self._group is None:
             return super().state_dict()
         shown, whole = self.state, self._shared().gathered_state(to)
@@ -524,18 +537,22 @@ class DASH(Optimizer):
 
     def _follow_state(self) -> None:
         """Keep ``state`` true after a step: what it shows is memory of the inner optimizer, until that makes its stacks anew."""
-        shared = self._shared()
-        if shared.inner._stacks is not self._shown or not self.state:
+        shared = self._known()
+        started = [
+            (count, param) for count, (_, param) in zip(shared.steps, shared.owners, strict=True) if count
+        ]
+        # a rank has no memory of the inner optimizer for what others own; and to look at state[param] makes an entry
+        known = all("step" in self.state.get(param, ()) for _, param in started)
+        if shared.inner._stacks is not self._shown or not known:
             self._show_state()
             self._shown = shared.inner._stacks
-        for count, (_, param) in zip(shared.steps, shared.owners, strict=True):
-            if param in self.state:
-                self.state[param]["step"].fill_(count)
+        for count, param in started:
+            self.state[param]["step"].fill_(count)
 
     def _show_state(self) -> None:
         """Put what this rank owns into ``state``, as views."""
         self.state.clear()
-        self.state.update(self._shared().shown_state())
+        self.state.update(self._known().shown_state())
 
     def diagnostics(self, *, certify: bool = False) -> Diagnostics:
         """Return what is known of each preconditioned block; see :class:`Diagnostics`. Looks at the device.
@@ -545,7 +562,7 @@ class DASH(Optimizer):
                 products in float64; without it there is one only with ``refresh="certified"``.
         """
         if self._group is not None:
-            inner = self._shared().inner
+            inner = self._known().inner
             return diagnose(inner.built(), inner.state, float(self._skipped), certify=certify)
         return diagnose(self.built(), self.state, float(self._skipped), certify=certify)
 
@@ -553,7 +570,7 @@ class DASH(Optimizer):
         """Return a table: for each parameter its path, view and blocks, then the stacks and the memory of the state."""
         if self._group is None:
             return summarise(self.param_groups, self.built(), self.state, self.geometry_of)
-        shared = self._shared()
+        shared = self._known()
         lines = summarise(self.param_groups, shared.inner.built(), shared.inner.state, self.geometry_of)
         return f"{lines}\n{shared.summary()}"
 

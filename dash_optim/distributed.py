@@ -19,7 +19,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dash_optim import distributed_state
 from dash_optim.balance import assign, items_of
 from dash_optim.dash import PeerError
-from dash_optim.distributed_agreement import Notes, Owner, check_norms, check_options, notes_of
+from dash_optim.distributed_agreement import (
+    Notes,
+    Owner,
+    check_begun,
+    check_norms,
+    check_options,
+    notes_of,
+    sum_of,
+)
 from dash_optim.distributed_exchange import Exchange, Flight, reaching
 from dash_optim.distributed_layout import Cell, Holding, Layout, Part, chunk_rows, parts_of
 from dash_optim.distributed_state import Taken
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
     from dash_optim.dash import DASH
 
 _FINE, _AFTER_STEP, _BROKEN = 0.0, 1.0, 2.0
+_HALF_DONE = ". Parameters are as before the step, averages and factors are not: do not save them, go on from the last checkpoint"
 
 
 def sharing_group(
@@ -39,24 +48,44 @@ def sharing_group(
     """Return the ranks that share the work: those named, or those that parameters are sharded over; None for a process on its own.
 
     Raises:
+        TypeError: for something else than a group of ranks.
         ValueError: for parameters that are sharded over different ranks, or in another way than on dimension 0.
     """
+    if given == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+        given = None  # what new_group returns to a process that is not in it, a number
+    if given is not None and not isinstance(given, dist.ProcessGroup):
+        raise TypeError(f"process_group: expected a torch.distributed.ProcessGroup or None, got {given!r}")
     found: dist.ProcessGroup | None = None
     for group in groups:
         for param in group["params"]:
             if not isinstance(param, DTensor):
                 continue
             own = param.device_mesh.get_group(_sharded_dim(group, param))
-            if found is not None and own != found:
+            if found is not None and _members(own) != _members(found):
                 raise ValueError(
                     f"{parameter_name(group, param)}: is sharded over other ranks than the parameters before it; DASH shares its work over one group"
                 )
             found = own
-    if found is not None and given is not None and given != found:
+    if found is not None and given is not None and _members(given) != _members(found):
         raise ValueError("process_group: parameters are sharded over other ranks; leave it out")
     if found is not None:
         return found
     return given if given is not None and dist.get_world_size(given) > 1 else None
+
+
+def _members(group: dist.ProcessGroup) -> list[int]:
+    """Return the ranks of a group: meshes of the same ranks may have groups of their own."""
+    return dist.get_process_group_ranks(group)
+
+
+def copy_groups(groups: Iterable[dict[str, Any]]) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks that hold copies of this rank's rows (HSDP): they compute the same, and have to decide the same."""
+    for group in groups:
+        for param in group["params"]:
+            if isinstance(param, DTensor):
+                mesh, sharded = param.device_mesh, _sharded_dim(group, param)
+                return [mesh.get_group(i) for i in range(mesh.ndim) if i != sharded and mesh.size(i) > 1]
+    return []
 
 
 def _sharded_dim(group: dict[str, Any], param: DTensor) -> int:
@@ -83,13 +112,14 @@ class Sharing:
     def __init__(self, optimizer: DASH, group: dist.ProcessGroup, wire: torch.dtype | None) -> None:
         self.optimizer, self.group = optimizer, group
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.copies = copy_groups(optimizer.param_groups)
         self.owners: list[Owner] = [
             (g, param) for g in optimizer.param_groups for param in dict.fromkeys(g["params"])
         ]
         devices = sorted({str(_local(param).device) for _, param in self.owners})
         if len(devices) > 1:
             raise ValueError(f"params: expected all on one device of each rank, got {devices}")
-        self.device = torch.device(devices[0])
+        self.device = torch.device(devices[0] if devices else "cpu")
         self.layout = self._laid_out()
         wires = [_wire(param, wire) for _, param in self.owners]
         dtypes = [param.dtype for _, param in self.owners]
@@ -195,6 +225,7 @@ class Sharing:
 
     def gathered_state(self, to: int | None) -> dict[Tensor, dict[str, Any]]:
         """Return :func:`dash_optim.distributed_state.gathered_state`; every rank has to call this."""
+        check_begun(self._largest(sum_of(self.steps), "gathering the state"))
         return distributed_state.gathered_state(self, to)
 
     def taken_from(self, state: Mapping[Tensor, dict[str, Any]]) -> Taken:
@@ -217,7 +248,8 @@ class Sharing:
         for outer, inner in zip(self.optimizer.param_groups, self.inner.param_groups, strict=False):
             inner.update({name: value for name, value in outer.items() if name not in kept})
         group_of = {param: group for group in self.optimizer.param_groups for param in group["params"]}
-        self.owners = [(group_of[param], param) for _, param in self.owners]
+        # one that has been replaced is for the next as well
+        self.owners = [(group_of.get(param, group), param) for group, param in self.owners]
 
     def _proxy_gradients(self, present: Sequence[bool]) -> list[Tensor]:
         """Return memory for the gradient of each part, which the proxies of this step have as theirs."""
@@ -251,7 +283,7 @@ class Sharing:
         if worst < _BROKEN:
             self._apply(flights, present)
         if worst > _FINE:
-            self._fail(error)
+            self._fail(error, _HALF_DONE if worst == _BROKEN else "")
 
     def _apply(self, flights: Sequence[Flight], present: Sequence[bool]) -> None:
         """Decay this rank's rows of the parameters and add what has arrived."""
@@ -292,7 +324,7 @@ class Sharing:
         other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
         if other is not None:
             raise ValueError(
-                f"params: ranks 0 and {other} do not agree on who owns which block, or on what travels ({said[0]} and {said[other]}: parameters, and a sum of all). Give all of them"
+                f"params: ranks {self._number(0)} and {self._number(other)} do not agree on who owns which block, or on what travels ({said[0]} and {said[other]}: parameters, and a sum of all). Give all of them"
                 " the same parameters in the same order and groups and the same options, nonfinite and communication_dtype among them, on the same release of torch"
             )
         self.greeted = True
@@ -304,7 +336,7 @@ class Sharing:
         try:
             for group in self.optimizer.param_groups:
                 with_gradient(group)
-            gradients = [None if param.grad is None else _local(param.grad) for _, param in self.owners]
+            gradients = [local_gradient(group, param) for group, param in self.owners]
         except TypeError as problem:
             error = problem
         own = notes_of(
@@ -312,30 +344,39 @@ class Sharing:
             gradients,
             [holding.rows is None for holding in self.layout.holdings],
             self.optimizer.param_groups,
+            self.steps,
             self.rank,
             self.ranks,
             failed=error is not None,
         )
-        all_ = own.unpacked(self._largest(own.packed(), "agreeing on a step"))
+        near = own.unpacked(self._largest_of(own.packed(), self.group, "agreeing on a step"))
+        all_ = near.unpacked(self._largest_of_copies(near.packed(), "agreeing on a step"))
         if all_.failed:
             self._fail(error)
         check_options(all_)
+        check_begun(all_.begun)
         if all_.nonfinite:
             if self.optimizer.defaults["nonfinite"] == "raise":
                 self._fail(self._describe_nonfinite(gradients) if own.nonfinite else None)
             return gradients, None
         check_norms(all_, self.owners)
-        self._fill(gradients, all_)
-        return gradients, [holder > 0 for holder in all_.holder]
+        present = [holder > 0 for holder in all_.holder]
+        self._fill(gradients, present, near)
+        return gradients, present
 
-    def _fill(self, gradients: list[Tensor | None], notes: Notes) -> None:
+    def _fill(self, gradients: list[Tensor | None], present: Sequence[bool], near: Notes) -> None:
         """Give a gradient to ranks that lack one which others have: that of the first rank that has it, or zeros for rows that it alone has."""
-        for i, (holder, lacking) in enumerate(zip(notes.holder, notes.lacking, strict=True)):
-            if not (holder and lacking):
+        for i, (there, holder, lacking) in enumerate(zip(present, near.holder, near.lacking, strict=True)):
+            if not (there and lacking):
                 continue
             own, local = gradients[i], _local(self.owners[i][1])
-            filled = torch.zeros_like(local, memory_format=torch.contiguous_format) if own is None else own
-            if self.layout.holdings[i].rows is None:
+            # a gradient may have another dtype (``grad_dtype``), of which a rank without it knows nothing
+            filled = (
+                torch.zeros_like(local, memory_format=torch.contiguous_format)
+                if own is None
+                else own.to(local.dtype, copy=True)  # `grad` is left alone
+            )
+            if self.layout.holdings[i].rows is None and holder:
                 filled = filled.contiguous()
                 source = dist.get_global_rank(self.group, self.ranks - int(holder))
                 with reaching("sending a gradient to ranks that have none"):
@@ -348,33 +389,63 @@ class Sharing:
         return NonfiniteGradientError(describe_nonfinite(shown, self.optimizer.state))
 
     def _largest(self, values: Sequence[float], doing: str) -> list[float]:
-        """Return the largest of each number over all ranks."""
+        """Return the largest of each number over all ranks, those of copies among them."""
+        return self._largest_of_copies(self._largest_of(values, self.group, doing), doing)
+
+    def _largest_of_copies(self, values: list[float], doing: str) -> list[float]:
+        for group in self.copies:
+            values = self._largest_of(values, group, doing)
+        return values
+
+    def _largest_of(self, values: Sequence[float], group: dist.ProcessGroup, doing: str) -> list[float]:
         sent = torch.tensor(values, dtype=torch.float64, device="cpu").to(self.device)
         with reaching(doing):
-            dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.group)
+            dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
         found: list[float] = sent.tolist()
         return found
 
-    def _fail(self, error: Exception | None) -> None:
-        """Raise this rank's error, or say which other rank has one; all ranks know that somebody has."""
-        said: list[str | None] = [None] * self.ranks
-        with reaching("ending after an error"):
-            dist.all_gather_object(said, error and f"{type(error).__name__}: {error}", group=self.group)
+    def _fail(self, error: Exception | None, advice: str = "") -> None:
+        """Raise this rank's error, or say which other rank has one, and what to do; all ranks know that somebody has."""
+        said = (
+            None if error is None else f"rank {dist.get_rank()} has failed: {type(error).__name__}: {error}"
+        )
+        for group in (self.group, *self.copies):
+            heard: list[str | None] = [None] * dist.get_world_size(group)
+            with reaching("ending after an error"):
+                dist.all_gather_object(heard, said, group=group)
+            said = next((text for text in heard if text), None)
         if error is not None:
             raise error
-        rank, message = next((r, text) for r, text in enumerate(said) if text)
-        raise PeerError(f"rank {rank} has failed: {message}")
+        raise PeerError(f"{said}{advice}")
+
+    def _number(self, rank: int) -> int:
+        """Return the number among all ranks of one of the group, which logs and launchers know it by."""
+        return dist.get_global_rank(self.group, rank)
 
 
 def move(target: Tensor, step: Tensor, lr: float | Tensor, weight_decay: float) -> None:
     """Decay a rectangle of a parameter and add a step, in place; rounded to the parameter's dtype once."""
     working = target if target.dtype in (torch.float32, torch.float64) else target.float()
     if weight_decay:
-        kept = 1 - lr * weight_decay
-        working.mul_(kept.to(working.device, working.dtype) if isinstance(kept, Tensor) else kept)
+        if isinstance(lr, Tensor):  # 1 - lr weight_decay is as exact as the parameter
+            lr = lr.reshape(()).to(working.device, working.dtype)
+        working.mul_(1 - lr * weight_decay)
     working.add_(step)
     if working is not target:
         target.copy_(working)
+
+
+def local_gradient(group: dict[str, Any], param: Tensor) -> Tensor | None:
+    """Return this rank's rows of a gradient, None where there is none; raise TypeError where they are not the rows of the parameter."""
+    grad = param.grad
+    if isinstance(param, DTensor) and grad is not None:
+        placed = grad.placements if isinstance(grad, DTensor) else None
+        if placed != param.placements:
+            raise TypeError(
+                f"gradient of {parameter_name(group, param)}: expected a DTensor that is placed as the parameter is, {param.placements}, got"
+                f" {'a plain tensor' if placed is None else placed}; redistribute it"
+            )
+    return None if grad is None else _local(grad)
 
 
 def _local(t: Tensor) -> Tensor:

@@ -6,8 +6,10 @@ Whatever decides about a collective comes from here, never from what one rank al
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -36,6 +38,7 @@ class Notes:
         lacking: of each parameter, whether a rank has no gradient of it.
         norms: of each gradient that every rank should have, and with the other sign; minus infinity where it is not to be compared.
         options: learning rate and weight decay of each group, and all with the other sign.
+        begun: a sum of the steps that each parameter has behind it, and that with the other sign.
     """
 
     failed: float
@@ -44,14 +47,16 @@ class Notes:
     lacking: tuple[float, ...]
     norms: tuple[float, ...]
     options: tuple[float, ...]
+    begun: tuple[float, ...]
 
     def packed(self) -> list[float]:
         """Return all numbers in one list."""
-        return [self.failed, self.nonfinite, *self.holder, *self.lacking, *self.norms, *self.options]
+        lists = (self.holder, self.lacking, self.norms, self.options, self.begun)
+        return [self.failed, self.nonfinite, *chain.from_iterable(lists)]
 
     def unpacked(self, values: Sequence[float]) -> Notes:
         """Return notes of the same lengths with other numbers."""
-        lengths = [len(part) for part in (self.holder, self.lacking, self.norms, self.options)]
+        lengths = [len(part) for part in (self.holder, self.lacking, self.norms, self.options, self.begun)]
         parts, start = [], 2
         for length in lengths:
             parts.append(tuple(values[start : start + length]))
@@ -64,12 +69,13 @@ def notes_of(
     gradients: Sequence[Tensor | None],
     compared: Sequence[bool],
     groups: Sequence[dict[str, Any]],
+    steps: Sequence[int],
     rank: int,
     ranks: int,
     *,
     failed: bool,
 ) -> Notes:
-    """Return what a rank has to say: about its gradients, of which those that are ``compared`` should be the same on all ranks, and its options."""
+    """Return what a rank has to say: about its gradients, of which those that are ``compared`` should be the same on all ranks, its options, and how many steps it has taken."""
     norms = _norms(gradients)
     known = [norm is not None for norm in norms]
     bad = any(
@@ -88,7 +94,22 @@ def notes_of(
         lacking=tuple(float(not there) for there in known),
         norms=tuple(_signed(shown)),
         options=(*options, *(-value for value in options)),
+        begun=sum_of(steps),
     )
+
+
+def sum_of(steps: Sequence[int]) -> tuple[float, float]:
+    """Return a sum by which to tell whether each parameter has taken as many steps on all ranks, and that with the other sign."""
+    found = float(zlib.crc32(repr(list(steps)).encode()))
+    return found, -found
+
+
+def check_begun(begun: Sequence[float]) -> None:
+    """Raise where ranks do not go on from the same step: each of them has only the state of its own blocks."""
+    if begun[0] != -begun[1]:
+        raise ValueError(
+            "state: ranks have taken different numbers of steps; load a checkpoint on all of them, not on one"
+        )
 
 
 def _signed(norms: Sequence[float | None]) -> list[float]:
@@ -118,7 +139,7 @@ def check_options(notes: Notes) -> None:
         if most != -least:
             group, which = divmod(i, len(_OPTIONS))
             raise ValueError(
-                f"{_OPTIONS[which]}: group {group} has {-least:g} on one rank and {most:g} on another"
+                f"{_OPTIONS[which]}: group {group} has {-least!r} on one rank and {most!r} on another"
             )
 
 

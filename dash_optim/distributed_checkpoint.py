@@ -50,6 +50,10 @@ class Pieces(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Copy or move every piece; nothing else can be done with a part of a tensor."""
+        if func is _aten.new_empty.default:
+            # async_save begins with this, and then fills in copies of the pieces
+            shape, device = args[1], (kwargs or {}).get("device") or args[0].device
+            return Pieces(shape, (kwargs or {}).get("dtype") or args[0].dtype, device, [])
         if func not in _ON_EACH:
             raise NotImplementedError(
                 f"{func}: this is the state of blocks that one rank owns; the others have the rest. DASH.full_state_dict() gathers it"
@@ -119,6 +123,8 @@ def pieces_of(whole: Tensor, places: Sequence[int], own: Tensor) -> Pieces:
     shards: list[Shard] = []
     if whole.ndim == 0:
         return Pieces((), whole.dtype, own.device, [(0, own.reshape(()))] if len(places) else [])
+    if len(places) and places[-1] - places[0] + 1 == len(places):  # one run, maybe of very many rows
+        return Pieces(whole.shape, whole.dtype, own.device, [(places[0], own)])
     start = 0
     for i in range(1, len(places) + 1):
         if i == len(places) or places[i] != places[i - 1] + 1:

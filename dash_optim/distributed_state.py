@@ -39,6 +39,8 @@ def whole_state(sharing: Sharing) -> dict[Tensor, dict[str, Any]]:
         own["params"].append(twins[param])
         own["param_names"].append("")
     groups = list(by_group.values())
+    if not groups:
+        return {}
     shapes = {
         twins[param]: sharing.layout.holdings[i].geometry for i, (_, param) in enumerate(sharing.owners)
     }
@@ -144,7 +146,8 @@ def gathered_state(sharing: Sharing, to: int | None) -> dict[Tensor, dict[str, A
 def summary(sharing: Sharing) -> str:
     """Return what each rank owns."""
     given = sharing.assignment
-    held = [_state_bytes(whole_state(sharing), parts, sharing.owners) for parts in sharing.layout.parts]
+    whole = whole_state(sharing)
+    held = [_state_bytes(whole, parts, sharing.owners) for parts in sharing.layout.parts]
     lines = [f"{'rank':>6} {'blocks':>8} {'elements':>14} {'operations a step':>18} {'bytes of state':>15}"]
     for rank, parts in enumerate(sharing.layout.parts):
         blocks = sum(len(part.places) for part in parts if part.blocks is not None)
