@@ -78,6 +78,7 @@ def main() -> None:
     loss = evaluate(model)
     if rank == 0:
         print(f"steps {start} to {start + args.steps} as {args.way} on {ranks}, loss {loss:.9g}")
+    dist.barrier()  # nobody leaves while another still speaks
     dist.destroy_process_group()
 
 

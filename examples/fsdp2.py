@@ -40,6 +40,7 @@ def main() -> None:
     if rank == 0:
         print(opt.summary())
         print(f"loss {loss:.9g}")
+    dist.barrier()  # nobody leaves while another still speaks
     dist.destroy_process_group()
 
 

@@ -103,9 +103,10 @@ def alone(steps: int, dtype: torch.dtype = torch.float64, **options: Any) -> tup
 
 
 def farthest(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the largest sum of the differences of a parameter in two sets."""
+    """Return the largest difference of two sets of parameters."""
     assert found.keys() == expected.keys()
-    return max(float((found[name] - expected[name]).abs().sum()) for name in expected)
+    sizes = (float((found[name] - value).abs().max()) for name, value in expected.items() if value.numel())
+    return max(sizes, default=0.0)
 
 
 def same(first: Any, second: Any) -> bool:
