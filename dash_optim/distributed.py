@@ -28,7 +28,7 @@ from dash_optim.distributed_agreement import (
     notes_of,
     sum_of,
 )
-from dash_optim.distributed_exchange import Exchange, Flight, reaching
+from dash_optim.distributed_exchange import Exchange, Flight, failure, leaving_word, reaching
 from dash_optim.distributed_layout import Cell, Holding, Layout, Part, chunk_rows, parts_of
 from dash_optim.distributed_state import Taken
 from dash_optim.gradients import NonfiniteGradientError, describe_nonfinite, with_gradient
@@ -201,11 +201,8 @@ class Sharing:
         gradients, present = self._agree()
         if present is None:
             return False
-        seen = [
-            None if gradient is None else holding.seen(gradient)[0]
-            for gradient, holding in zip(gradients, self.layout.holdings, strict=True)
-        ]
-        self.exchange.bring(seen, self._proxy_gradients(present), present)
+        with leaving_word("bringing gradients to their owners"):
+            self._bring(gradients, present)
         flights: list[Flight] = []
         error: Exception | None = None
         for preconditioned in (False, True):  # what AdamW has done travels while roots are computed
@@ -214,7 +211,8 @@ class Sharing:
                     self._update(present, preconditioned)
             except Exception as problem:  # whatever it is: the others wait for this rank
                 error = problem
-            flights += self.exchange.send(self.proxies, present, preconditioned)
+            with leaving_word("sending steps"):
+                flights += self.exchange.send(self.proxies, present, preconditioned)
         self.steps = [count + there for count, there in zip(self.steps, present, strict=True)]
         self._finish(flights, present, error)
         return True
@@ -251,6 +249,14 @@ class Sharing:
         # one that has been replaced is for the next as well
         self.owners = [(group_of.get(param, group), param) for group, param in self.owners]
 
+    def _bring(self, gradients: Sequence[Tensor | None], present: Sequence[bool]) -> None:
+        """Give the proxies the gradients of their parts."""
+        seen = [
+            None if gradient is None else holding.seen(gradient)[0]
+            for gradient, holding in zip(gradients, self.layout.holdings, strict=True)
+        ]
+        self.exchange.bring(seen, self._proxy_gradients(present), present)
+
     def _proxy_gradients(self, present: Sequence[bool]) -> list[Tensor]:
         """Return memory for the gradient of each part, which the proxies of this step have as theirs."""
         found = []
@@ -281,7 +287,8 @@ class Sharing:
         for flight in flights:
             flight.wait()
         if worst < _BROKEN:
-            self._apply(flights, present)
+            with leaving_word("moving parameters"):
+                self._apply(flights, present)
         if worst > _FINE:
             self._fail(error, _HALF_DONE if worst == _BROKEN else "")
 
@@ -332,23 +339,23 @@ class Sharing:
     def _agree(self) -> tuple[list[Tensor | None], list[bool] | None]:
         """Return this rank's gradients, and which parameters have one on any rank; None in its place if the step is to be left out."""
         error: Exception | None = None
-        gradients: list[Tensor | None] = [None] * len(self.owners)
+        gradients: list[Tensor | None] = []
+        own = Notes.of_failure(len(self.owners), len(self.optimizer.param_groups))
         try:
             for group in self.optimizer.param_groups:
                 with_gradient(group)
             gradients = [local_gradient(group, param) for group, param in self.owners]
-        except TypeError as problem:
+            own = notes_of(
+                self.owners,
+                gradients,
+                [holding.rows is None for holding in self.layout.holdings],
+                self.optimizer.param_groups,
+                self.steps,
+                self.rank,
+                self.ranks,
+            )
+        except Exception as problem:  # whatever it is: the others wait for this rank
             error = problem
-        own = notes_of(
-            self.owners,
-            gradients,
-            [holding.rows is None for holding in self.layout.holdings],
-            self.optimizer.param_groups,
-            self.steps,
-            self.rank,
-            self.ranks,
-            failed=error is not None,
-        )
         near = own.unpacked(self._largest_of(own.packed(), self.group, "agreeing on a step"))
         all_ = near.unpacked(self._largest_of_copies(near.packed(), "agreeing on a step"))
         if all_.failed:
@@ -406,9 +413,7 @@ class Sharing:
 
     def _fail(self, error: Exception | None, advice: str = "") -> None:
         """Raise this rank's error, or say which other rank has one, and what to do; all ranks know that somebody has."""
-        said = (
-            None if error is None else f"rank {dist.get_rank()} has failed: {type(error).__name__}: {error}"
-        )
+        said = None if error is None else failure(error)
         for group in (self.group, *self.copies):
             heard: list[str | None] = [None] * dist.get_world_size(group)
             with reaching("ending after an error"):

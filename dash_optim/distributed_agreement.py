@@ -49,6 +49,12 @@ class Notes:
     options: tuple[float, ...]
     begun: tuple[float, ...]
 
+    @classmethod
+    def of_failure(cls, parameters: int, groups: int) -> Notes:
+        """Return what a rank says that cannot say more than that it has failed."""
+        none, options = (0.0,) * parameters, (0.0,) * (2 * len(_OPTIONS) * groups)
+        return cls(1.0, 0.0, none, none, (-math.inf,) * (2 * parameters), options, (0.0, 0.0))
+
     def packed(self) -> list[float]:
         """Return all numbers in one list."""
         lists = (self.holder, self.lacking, self.norms, self.options, self.begun)
@@ -72,10 +78,12 @@ def notes_of(
     steps: Sequence[int],
     rank: int,
     ranks: int,
-    *,
-    failed: bool,
 ) -> Notes:
-    """Return what a rank has to say: about its gradients, of which those that are ``compared`` should be the same on all ranks, its options, and how many steps it has taken."""
+    """Return what a rank has to say: about its gradients, of which those that are ``compared`` should be the same on all ranks, its options, and how many steps it has taken.
+
+    Raises:
+        ValueError: for an option that is no finite number.
+    """
     norms = _norms(gradients)
     known = [norm is not None for norm in norms]
     bad = any(
@@ -86,9 +94,9 @@ def notes_of(
         norm if norm is not None and use and not bad else None
         for norm, use in zip(norms, compared, strict=True)
     ]
-    options = [float(group[name]) for group in groups for name in _OPTIONS]
+    options = [_number(name, i, group[name]) for i, group in enumerate(groups) for name in _OPTIONS]
     return Notes(
-        failed=float(failed),
+        failed=0.0,
         nonfinite=float(bad),
         holder=tuple(float(ranks - rank) if there else 0.0 for there in known),
         lacking=tuple(float(not there) for there in known),
@@ -96,6 +104,17 @@ def notes_of(
         options=(*options, *(-value for value in options)),
         begun=sum_of(steps),
     )
+
+
+def _number(name: str, group: int, value: Any) -> float:
+    """Return an option that a scheduler, or anybody, may have set since it was checked."""
+    try:
+        found = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{name}: expected a finite number in group {group}, got {value!r}")
+    return found
 
 
 def sum_of(steps: Sequence[int]) -> tuple[float, float]:

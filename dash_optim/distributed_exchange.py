@@ -7,9 +7,10 @@ Steps of parameters that every rank has whole are one message of each owner to a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,16 +19,56 @@ from torch import Tensor
 from dash_optim.dash import PeerError
 from dash_optim.distributed_layout import Cell, Layout
 
+_WORD = "dash_optim/failed"
+
 
 @contextmanager
 def reaching(doing: str) -> Iterator[None]:
-    """Say what was being done when another rank could not be reached; nothing but collectives belongs into the body."""
+    """Say what was being done when another rank could not be reached, and what that rank left word of; nothing but collectives belongs into the body."""
     try:
         yield
     except RuntimeError as error:
-        raise PeerError(
-            f"rank {dist.get_rank()}: another rank has probably ended or hangs; {doing} failed: {error}. Start all ranks again from the last checkpoint"
-        ) from error
+        word, rank = _word_left(), dist.get_rank()
+        why = (
+            f"{word}; rank {rank} was {doing}"
+            if word
+            else (f"rank {rank}: another rank has probably ended or hangs; {doing} failed: {error}")
+        )
+        raise PeerError(f"{why}. Start all ranks again from the last checkpoint") from error
+
+
+@contextmanager
+def leaving_word(doing: str) -> Iterator[None]:
+    """Let the others know why this rank does not come to a collective that they are waiting in: they look when its connections close."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except Exception as error:
+        with suppress(RuntimeError):  # the store may have gone: this rank's own error is what matters
+            _store().set(_WORD, f"{failure(error)}, while {doing}")
+        raise
+
+
+def _word_left() -> str | None:
+    """Return what a rank has left word of; None where there is nothing, or where the store has ended with the process that kept it."""
+    with suppress(RuntimeError):
+        store = _store()
+        if store.check([_WORD]):
+            return bytes(store.get(_WORD)).decode()
+    return None
+
+
+def _store() -> Any:
+    """Return what all processes can write to, whatever groups they are in."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world.get_group_store()
+
+
+def failure(error: Exception) -> str:
+    """Return what others are told of this rank's error."""
+    return f"rank {dist.get_rank()} has failed: {type(error).__name__}: {error}"
 
 
 Piece = tuple[Cell, Tensor]

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dash_optim import DASH, NonfiniteGradientError, PeerError, PreconditionerError
+from dash_optim import DASH, NonfiniteGradientError, PeerError
 
 WAYS = pytest.mark.parametrize("way", ["ddp", "fsdp"])
 SOON = 10.0  # seconds
@@ -206,8 +206,19 @@ def _failing(rank: int, world: int, way: str, how: str) -> None:
         opt._shared().inner.update = _no_memory  # type: ignore[method-assign]
     if rank == world - 1 and how == "sparse":
         model[0].weight.grad = torch.ones(11, 12, dtype=torch.float64).to_sparse()
+    if rank == world - 1 and how in OPTION:
+        opt.param_groups[0]["lr"] = OPTION[how]
+    shared = opt._shared()
+    if rank == world - 1 and how == "bringing":
+        shared.exchange.bring = _no_memory  # type: ignore[method-assign]
+    if rank == world - 1 and how == "sending":
+        shared.exchange.send = _no_memory  # type: ignore[method-assign]
+    if rank == world - 1 and how == "moving":
+        shared._apply = _no_memory  # type: ignore[method-assign]
     try:
         opt.step()
+        if how == "moving":  # the others have taken that step
+            opt.step()
     finally:
         if how == "roots":  # after the step
             assert all(bool(value.isfinite().all()) for value in whole(model).values())
@@ -217,17 +228,22 @@ def _no_memory(*args: Any) -> None:
     raise RuntimeError("out of memory")
 
 
+OPTION = {"word": "fast", "two": torch.ones(2), "none": None, "nan": float("nan")}
+FAILING = [
+    ("roots", "PreconditionerError", "parameter '"),
+    ("memory", "RuntimeError", "out of memory"),
+    ("sparse", "TypeError", "'0.weight'"),
+    *((how, "ValueError", "lr: expected a finite number in group 0") for how in OPTION),
+    *((how, "RuntimeError", "out of memory") for how in ("bringing", "sending", "moving")),
+]
+
+
 @WAYS
-@pytest.mark.parametrize(
-    ("how", "said"), [("roots", "parameter '"), ("memory", "out of memory"), ("sparse", "'0.weight'")]
-)
-def test_a_rank_that_fails_ends_all(way: str, how: str, said: str) -> None:
+@pytest.mark.parametrize(("how", "own", "said"), FAILING)
+def test_a_rank_that_fails_ends_all(way: str, how: str, own: str, said: str) -> None:
     if (way, how) == ("fsdp", "sparse"):
         pytest.skip("fully_shard has no sparse gradients")
-    answers = on_ranks(
-        3, _failing, way, how, expect=(PreconditionerError, PeerError, TypeError, RuntimeError)
-    )
-    own = {"roots": "PreconditionerError", "memory": "RuntimeError", "sparse": "TypeError"}[how]
+    answers = on_ranks(3, _failing, way, how, expect=Exception)
     assert [kind for kind, _, _ in answers] == ["PeerError", "PeerError", own]
     for _, message, seconds in answers[:2]:
         assert message.startswith("rank 2 has failed")
