@@ -12,13 +12,15 @@ from dash_optim.training.metrics import read
 from matroots.studies._plots import PALETTE, grid, name_axes
 from matroots.studies._report import Plot, Report, Table
 
+# the length of a step is that of the grafted method's, or U's own: each has a scale of its own, and U another for each p
 RATES: Final = {
     "adam": (1e-2,),
     "rmsprop": (1e-2,),
-    "adagrad": (1e-2, 3e-2),
-    "sgd": (1e-1, 1.0),
-    "none": (3e-4, 1e-3, 3e-3, 1e-2),
+    "adagrad": (1e-2, 3e-2, 1e-1),
+    "sgd": (1.0, 3.0, 10.0),
 }
+UNGRAFTED: Final = {2: (1e-4, 3e-4, 1e-3, 3e-3), 4: (1e-2, 3e-2, 1e-1, 3e-1)}
+BESIDE: Final = 2.5e-3  # AdamW's rate for embeddings, head and norms, the same in all arms: what is compared are the matrices
 EXPONENTS: Final = (2, 4)
 TOLERATED: Final = (0.8, 1.2)
 Curves = dict[str, tuple[list[float], list[float]]]
@@ -26,17 +28,16 @@ Curves = dict[str, tuple[list[float], list[float]]]
 
 def run(settings: Settings) -> Report:
     """Run all arms and report."""
-    kinds = {"adam": RATES["adam"], "none": RATES["none"][:1]} if settings.quick else RATES
     arms = [
         Arm(
             f"p={p}, {kind}, rate {rate:g}",
             {
-                "optimizer": {"type": "dash", "p": p, "grafting": kind, "lr": rate},
+                "optimizer": {"type": "dash", "p": p, "grafting": kind, "lr": rate, "adamw_lr": BESIDE},
                 "logging": {"diagnostics": True, "validate_every": 4 if settings.quick else 10},
             },
         )
         for p in EXPONENTS
-        for kind, rates in kinds.items()
+        for kind, rates in _rates(p, settings.quick).items()
         for rate in rates
     ]
     groups = run_arms("grafting", arms, settings)
@@ -74,6 +75,14 @@ def run(settings: Settings) -> Report:
             ],
         },
     )
+
+
+def _rates(p: int, quick: bool) -> dict[str, tuple[float, ...]]:
+    """Return the learning rates to try with each grafting."""
+    ungrafted = UNGRAFTED[p]
+    if quick:
+        return {"adam": RATES["adam"], "none": ungrafted[:1]}
+    return {**RATES, "none": ungrafted}
 
 
 def _coefficients(settings: Settings, label: str) -> Curves:
