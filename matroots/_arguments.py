@@ -19,13 +19,26 @@ def check_matrices(A: object, name: str, dtypes: tuple[torch.dtype, ...] = REAL_
     """Raise unless ``A`` is a dense tensor ``(*, n, n)`` of one of the dtypes."""
     if not isinstance(A, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(A).__name__}")
+    _check_dtype(A, name, dtypes)
+    if A.ndim < 2 or A.shape[-1] != A.shape[-2]:
+        raise ValueError(f"{name}: expected (*, n, n), got {tuple(A.shape)}")
+
+
+def check_rows(x: object, name: str, dtypes: tuple[torch.dtype, ...] = REAL_DTYPES) -> None:
+    """Raise unless ``x`` is a dense tensor ``(*, m, n)`` of one of the dtypes, m and n at least 1."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    _check_dtype(x, name, dtypes)
+    if x.ndim < 2 or 0 in x.shape[-2:]:
+        raise ValueError(f"{name}: expected (*, m, n) with m, n >= 1, got {tuple(x.shape)}")
+
+
+def _check_dtype(A: Tensor, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
     if A.dtype not in dtypes:
         names = [str(dtype).removeprefix("torch.") for dtype in (*dtypes, A.dtype)]
         raise TypeError(f"{name}: expected {', '.join(names[:-2])} or {names[-2]}, got {names[-1]}")
     if A.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {A.layout}")
-    if A.ndim < 2 or A.shape[-1] != A.shape[-2]:
-        raise ValueError(f"{name}: expected (*, n, n), got {tuple(A.shape)}")
 
 
 def check_values(A: Tensor, name: str) -> None:
