@@ -59,7 +59,8 @@ def inv_root_ex(
     Args:
         A: ``(*, n, n)`` symmetric positive definite, fp16/bf16 (computed in fp32), fp32 or fp64, any strides. Not
             written to. The symmetric part is used; an antisymmetric part above ``min(8 sqrt(n) u, sqrt(u)) ||A||_F`` makes
-            the member INDEFINITE.
+            the member INDEFINITE. Complex Hermitian (complex64, complex128): solved as the real symmetric ``[[Re, -Im], [Im, Re]]``, which
+            diagnostics speak of.
         p: order of the root. Any real ``p >= 1`` (``int``, ``float``, ``Fraction``) for "evd", "chebyshev" and
             "rational", any integer for "cn" and "minimax", powers of two for "ndb".
         method: "evd", "cn", "ndb", "chebyshev", "minimax", "rational", "auto" (the cheapest that reaches ``tol``; docs/auto.md), or a solver
@@ -83,7 +84,8 @@ def inv_root_ex(
 
     Returns:
         :class:`InvRoot`; ``root`` is NaN for a member whose status is DIVERGED or worse. With a fixed number of steps
-        (``NewtonDB(steps=...)``, ``CoupledNewton(steps=...)``) and no certificate, nothing synchronises with the host.
+        (``NewtonDB(steps=...)``, ``CoupledNewton(steps=...)``) and no certificate, nothing synchronises with the host. ``root`` is
+        differentiable by A and a tensor ``damping``, twice and in forward mode, whatever the method (docs/gradients.md); nothing else is.
 
     Raises:
         TypeError: for a dtype or argument type that is not supported.
