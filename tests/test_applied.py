@@ -18,8 +18,6 @@ from torch.func import jacfwd, jacrev, vmap
 
 import matroots
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
-
 
 def data(m: int, n: int, seed: int = 0, dtype: torch.dtype = FP64) -> Tensor:
     """Rows with a mean and correlations, and variances from 1 to 1e-2."""

@@ -23,9 +23,6 @@ import matroots
 from matroots import EVD, NewtonDB
 from matroots._frechet import Power, frechet, second_frechet
 
-# forward mode loads a module of torch that warns of another one
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
-
 SPECTRA = {
     "random": [3.0, 1.7, 0.6, 0.2],
     "clustered": [1.0, 1.0 + 1e-9, 0.3, 0.3 - 1e-12],
