@@ -88,7 +88,7 @@ class DASH(Optimizer):
         refresh_young: refresh more often while the factors are averages of less than ``4 update_freq`` gradients, so that never more than about a third of
             them are younger than the root (`refresh.interval`).
         start_step: so many steps are the grafted method's own.
-        refresh: "interval", all roots every ``update_freq`` steps; "staggered", an ``update_freq``-th of the blocks each step; "certified", a root
+        refresh: "staggered", the roots of an ``update_freq``-th of the blocks each step; "interval", all of them every ``update_freq`` steps; "certified", a root
             whenever it is not proven to be within ``refresh_tol`` (needs p = a/b with even a; looks at the device each step).
         refresh_tol: relative error of a root in the 2-norm that "certified" tolerates.
         failure_budget: so many failures of a root in a row are borne with the last good one; one more raises `PreconditionerError`.

@@ -52,7 +52,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "update_freq": 10,
     "refresh_young": True,
     "start_step": 0,
-    "refresh": "interval",
+    "refresh": "staggered",
     "refresh_tol": 0.5,
     "failure_budget": 3,
     "grafting": "adam",

@@ -1,6 +1,6 @@
 """Which roots are computed in a step, and what becomes of them.
 
-Three schedules: every ``update_freq`` steps ("interval"), one ``update_freq``-th of the blocks each step ("staggered"), or where a certificate of
+Three schedules: one ``update_freq``-th of the blocks each step ("staggered"), all every ``update_freq`` steps ("interval"), or where a certificate of
 the old root against the new factor asks for it ("certified", :mod:`dash_optim.stale`). A solve that fails leaves the last good root in place,
 the identity if there was none, and is counted.
 """
