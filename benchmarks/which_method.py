@@ -11,16 +11,22 @@ import itertools
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from matroots.bench._run import Row
 from matroots.bench._settings import power_label
-from matroots.studies._plots import METHOD_COLOURS, METHOD_MARKERS, grid, legend, name_axes, span
+from matroots.studies._plots import METHOD_COLOURS, METHOD_MARKERS, PALETTE, grid, legend, name_axes, span
 from matroots.studies._report import DPI
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 TARGETS = (1e-2, 1e-4)
 WORDS = ("dtype", "p", "method", "kind")
 COUNTS = ("n", "batch", "measured", "failed", "repeats", "run_on")
 PEER, AUTO = "best of the others", "auto"
+COLOURS = {**METHOD_COLOURS, AUTO: PALETTE[4], PEER: "0.6"}
+MARKERS = {**METHOD_MARKERS, AUTO: "*", PEER: "x"}
 
 
 def read(path: Path) -> list[Row]:
@@ -53,7 +59,10 @@ def fastest(rows: Iterable[Row], target: float) -> dict[str, Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return a Markdown table: for each batch and error the fastest of ours, auto, and the fastest of the others."""
-    lines = ["| p | n | condition | error | fastest method | next | auto | best of the others |", "|" + "---|" * 8]
+    lines = [
+        "| p | n | condition | error | fastest method | next | auto | best of the others |",
+        "|" + "---|" * 8,
+    ]
     for (p, n, condition), target in itertools.product(cells(rows), TARGETS):
         found = fastest((row for row in rows if (row.p, row.n, row.condition) == (p, n, condition)), target)
         ours = [row for name, row in found.items() if name not in (AUTO, PEER)]
@@ -79,33 +88,40 @@ def draw(rows: Sequence[Row], p: str, path: Path) -> None:
     """Draw what each family costs by condition number: a row of panels per size, a column per error."""
     rows = [row for row in rows if row.p == p]
     sizes = sorted({row.n for row in rows})
-    figure, panels = grid(len(sizes), len(TARGETS), f"Time of the fastest that reaches an error: p = {p}, {rows[0].dtype}")
-    names = list(dict.fromkeys(map(family, rows)))
+    title = f"Time of the fastest that reaches an error: p = {p}, {rows[0].dtype}"
+    figure, panels = grid(len(sizes), len(TARGETS), title)
     for (i, n), (j, target) in itertools.product(enumerate(sizes), enumerate(TARGETS)):
-        axes, heights = panels[i][j], []
-        for name in names:
-            here = {c: [r for r in rows if (r.n, r.condition) == (n, c)] for c in sorted({r.condition for r in rows})}
-            points = [(c, found[name].units) for c, r in here.items() if name in (found := fastest(r, target))]
-            colour = METHOD_COLOURS.get(name, "0.6" if name == PEER else "0.0")
-            style = {"marker": METHOD_MARKERS.get(name, "*"), "color": colour, "markersize": 5, "label": name}
-            axes.plot([c for c, _ in points], [t for _, t in points], lw=1.2, **style)
-            heights += [t for _, t in points]
-        axes.set_xscale("log")
-        axes.set_yscale("log")
-        axes.set_ylim(*span(heights))
-        name_axes(axes, "condition number", "time / one bmm", f"n = {n}, error {power_label(target)}")
+        _panel(panels[i][j], [row for row in rows if row.n == n], target)
+        name_axes(panels[i][j], "condition number", "time / one bmm", f"n = {n}, error {power_label(target)}")
     legend(figure, 4)
     figure.savefig(path, dpi=DPI)
+
+
+def _panel(axes: Axes, rows: Sequence[Row], target: float) -> None:
+    conditions = sorted({row.condition for row in rows})
+    able = {c: fastest((row for row in rows if row.condition == c), target) for c in conditions}
+    for name in dict.fromkeys(map(family, rows)):
+        points = [(c, able[c][name].units) for c in conditions if name in able[c]]
+        style = {"color": COLOURS[name], "marker": MARKERS[name], "markersize": 5, "lw": 1.2}
+        axes.plot([c for c, _ in points], [units for _, units in points], label=name, **style)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(*span(row.units for found in able.values() for row in found.values()))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table; with --figure draw the figure too."""
     parser = argparse.ArgumentParser(description="Which method is the fastest that reaches an error?")
-    parser.add_argument("csv", type=Path)
+    parser.add_argument("csv", type=Path, help="bench.csv, as python -m matroots bench leaves it")
     parser.add_argument("--p", default="4", help="of the figure (default: 4)")
-    parser.add_argument("--figure", type=Path)
+    parser.add_argument("--figure", type=Path, metavar="PNG", help="draw it there")
     options = parser.parse_args(argv)
+    if not options.csv.is_file():
+        parser.error(f"csv: expected a file, got {str(options.csv)!r}")
     rows = read(options.csv)
+    known = sorted({row.p for row in rows})
+    if options.p not in known:
+        parser.error(f"--p: expected one of {', '.join(known)}, which the file has, got {options.p!r}")
     sys.stdout.write(f"{table(rows)}\n")
     if options.figure is not None:
         draw(rows, options.p, options.figure)

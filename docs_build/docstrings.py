@@ -40,15 +40,10 @@ def defaults() -> dict[str, Any]:
 
 
 def as_markdown(text: str) -> str:
-    """Return a docstring without roles and second colons, its doctests in fences.
+    r"""Return a docstring without roles and second colons, its doctests in fences.
 
-    >>> print(as_markdown("See :func:`a.b`::\\n\\n>>> 1 + 1\\n2"))
-    See `a.b`:
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
+    >>> as_markdown("See :func:`a.b`::\n\n>>> 1 + 1\n2").split("\n")
+    ['See `a.b`:', '', '```pycon', '>>> 1 + 1', '2', '```']
     """
     text = re.sub(r"::$", ":", _ROLE.sub(r"`\1`", text), flags=re.MULTILINE)
     lines: list[str] = []

@@ -93,10 +93,10 @@ def in_code(markdown: str) -> list[bool]:
 
 
 def apart(markdown: str) -> str:
-    """Put an empty line before a list that follows a paragraph at once: a list to GitHub, the paragraph's next line to Python-Markdown.
+    r"""Put an empty line before a list that follows a paragraph at once: a list to GitHub, the paragraph's next line to Python-Markdown.
 
-    >>> apart("Two things:\\n- one\\n- two")
-    'Two things:\\n\\n- one\\n- two'
+    >>> apart("Two things:\n- one\n- two")
+    'Two things:\n\n- one\n- two'
     """
     found: list[str] = []
     paragraph = False

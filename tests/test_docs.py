@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import doctest
 import importlib
 import importlib.util
@@ -46,9 +47,7 @@ hooks = built("hooks")
 
 def without_code(text: str) -> str:
     """Return Markdown without what stands in fenced blocks and between backticks."""
-    lines = [
-        line for line, code in zip(text.split("\n"), hooks.in_code(text), strict=True) if not code
-    ]
+    lines = [line for line, code in zip(text.split("\n"), hooks.in_code(text), strict=True) if not code]
     return re.sub(r"`[^`\n]*`", lambda match: "x" * len(match[0]), "\n".join(lines))
 
 
@@ -61,7 +60,9 @@ def anchors(text: str) -> set[str]:
             shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading[1])
             slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
             found[slug] = found.get(slug, -1) + 1
-    return {slug if turn == 0 else f"{slug}-{turn}" for slug, count in found.items() for turn in range(count + 1)}
+    return {
+        slug if turn == 0 else f"{slug}-{turn}" for slug, count in found.items() for turn in range(count + 1)
+    }
 
 
 # --- code ----------------------------------------------------------------------------------------------------------------
@@ -166,14 +167,18 @@ def test_the_gallery_has_every_example() -> None:
     scripts = sorted((ROOT / "examples").rglob("*.py"))
     assert len(scripts) >= 6
     for script in scripts:
-        assert f"[{script.name}](examples/{script.stem}.md) | " in shown, "examples are files of examples/ itself"
+        assert f"[{script.name}](examples/{script.stem}.md) | " in shown, (
+            "examples are files of examples/ itself"
+        )
         assert len(hooks.described(script)) > 20, f"{script.name}: its docstring says what it does"
         assert script.read_text() in hooks.script_page(script)
 
 
 def test_every_public_name_is_on_a_page_of_the_api() -> None:
     pages = (ROOT / "docs" / "api").glob("*.md")
-    identifiers = [name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
+    identifiers = [
+        name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+    ]
     assert len(set(identifiers)) == len(identifiers)
     shown = []
     for identifier in identifiers:
@@ -181,7 +186,9 @@ def test_every_public_name_is_on_a_page_of_the_api() -> None:
         assert name in importlib.import_module(package).__all__, identifier
         shown.append(getattr(importlib.import_module(package), name))
     for package in map(importlib.import_module, PACKAGES):
-        missing = [name for name in package.__all__ if not any(getattr(package, name) is one for one in shown)]
+        missing = [
+            name for name in package.__all__ if not any(getattr(package, name) is one for one in shown)
+        ]
         assert missing == [], package.__name__
 
 
@@ -201,3 +208,29 @@ def test_every_argument_of_dash_is_in_the_table_with_its_default() -> None:
             assert ast.literal_eval(table[name][1].strip("`")) == parameter.default, name
         assert len(table[name][2]) > 10, name
     assert {name for name, row in table.items() if row[0].endswith("°")} == set(STRUCTURE)
+
+
+def test_the_measured_table_is_that_of_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spec = importlib.util.spec_from_file_location("which_method", ROOT / "benchmarks" / "which_method.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    data = ROOT / "docs" / "data" / "bench.csv"
+    script.main([str(data), "--figure", str(tmp_path / "figure.png")])
+    assert capsys.readouterr().out.strip() in (ROOT / "docs" / "choosing.md").read_text()
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    with data.open(newline="") as file:  # the fastest at one batch, found another way
+        records = [
+            row
+            for row in csv.DictReader(file)
+            if (row["p"], row["n"], float(row["condition"])) == ("4", "64", 1e4)
+        ]
+    able = [row for row in records if row["failed"] == "0" and float(row["error_max"]) <= 1e-4]
+    times = {row["method"]: float(row["units"]) for row in able if row["kind"] == "ours"}
+    times = {method: units for method, units in times.items() if not method.startswith("auto")}
+    best = min(times, key=lambda method: times[method])
+    found = script.fastest(
+        [row for row in script.read(data) if (row.p, row.n, row.condition) == ("4", 64, 1e4)], 1e-4
+    )
+    assert next(row.method for name, row in found.items() if name not in (script.AUTO, script.PEER)) == best
