@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which method is the fastest that reaches an error? The table and the figure of docs/choosing.md, from the CSV of a bench.
 
 ``python -m matroots bench ... --out FOLDER``, then ``python benchmarks/which_method.py FOLDER/bench.csv --figure which_method.png``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Docstrings as the API's pages show them: they are written for ``help()``, the pages are Markdown."""
 
 from __future__ import annotations

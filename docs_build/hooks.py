@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the documentation's site needs beyond its pages, which are written to be read on GitHub as well.
 
 Pages link to files outside ``docs/`` (the changelog, the examples). `on_files` brings those files into the site, each from its only copy, and

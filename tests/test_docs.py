@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The documentation holds: code on it is executed, links lead somewhere, and tables say what the code says. None of this needs mkdocs."""
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib.util
 import inspect
 import itertools
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,6 +103,24 @@ def test_docstrings_become_markdown() -> None:
     signature = inspect.signature(DASH).parameters
     table = docstrings.defaults()
     assert {name: signature[name].default for name in table} == table
+
+
+def commands() -> list[tuple[str, str, str]]:
+    """Return (package, command, arguments) of each command line on the pages, in blocks and in sentences."""
+    pattern = re.compile(r"python -m (matroots|dash_optim) ([a-z][\w-]*)([^`\n#&|;()]*)")
+    texts = (page.read_text().replace("\\\n", " ") for page in TEXTS)
+    return list(dict.fromkeys(itertools.chain.from_iterable(map(pattern.findall, texts))))
+
+
+@pytest.mark.parametrize(("package", "command", "arguments"), commands())
+def test_command_lines_are_understood(package: str, command: str, arguments: str) -> None:
+    table = importlib.import_module(f"{package}.__main__").COMMANDS
+    assert command in table
+    make = getattr(importlib.import_module(table[command][0]), "_parser", None)
+    if make is None:  # those of training jobs take any setting, and have tests of their own
+        assert command in ("train", "compare", "sweep", "study")
+    elif arguments.strip(" ."):  # more than a mention
+        make().parse_intermixed_args(shlex.split(arguments))
 
 
 # --- links ---------------------------------------------------------------------------------------------------------------
