@@ -25,7 +25,11 @@ from dash_optim.options import STRUCTURE
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
-EXECUTED = {"README.md": "test_readme.py", "docs/distributed.md": "test_distributed_docs.py"}
+EXECUTED = {
+    "README.md": "test_readme.py",
+    "docs/distributed.md": "test_distributed_docs.py",
+    "docs/recipes.md": "test_recipes.py",
+}
 """Pages whose code is not written as doctests, and the tests that execute it."""
 PACKAGES = ("matroots", "matroots.solvers", "matroots.scaling", "dash_optim")
 
