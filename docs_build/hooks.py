@@ -18,8 +18,8 @@ PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.
 """Files of the repository, and the pages of the site that show them."""
 FOLDERS = ("examples", "benchmarks")
 """Folders with scripts, each of which has a page."""
-MARK = "<!-- examples -->"
-"""Where the gallery's list is put."""
+MARKS = {folder: f"<!-- scripts: {folder} -->" for folder in FOLDERS}
+"""Where the gallery's lists are put."""
 
 _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?(\))")
 _FENCE = re.compile(r"^ {0,3}(```|~~~)")
@@ -44,7 +44,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Return a page of docs/ as the site shows it."""
     if page.file.generated_by:
         return markdown
-    return for_site(markdown.replace(MARK, gallery()), f"docs/{page.file.src_uri}")
+    for folder, mark in MARKS.items():
+        markdown = markdown.replace(mark, listed(folder))
+    return for_site(markdown, f"docs/{page.file.src_uri}")
 
 
 def for_site(markdown: str, source: str) -> str:
@@ -131,10 +133,10 @@ def script_page(script: Path) -> str:
     return f"# {script.name}\n\n`{name}`. {described(script)}\n\n```python\n{code}```\n"
 
 
-def gallery() -> str:
-    """Return the list of the examples, with the first paragraph of each one's docstring."""
-    rows = ["| example | what it does |", "|---|---|"]
-    for script in scripts("examples"):
+def listed(folder: str) -> str:
+    """Return the list of the scripts of a folder, with the first paragraph of each one's docstring."""
+    rows = ["| script | what it does |", "|---|---|"]
+    for script in scripts(folder):
         first = " ".join(described(script).split("\n\n")[0].split())
-        rows.append(f"| [{script.name}](../examples/{script.name}) | {first.replace('|', chr(92) + '|')} |")
+        rows.append(f"| [{script.name}](../{folder}/{script.name}) | {first.replace('|', chr(92) + '|')} |")
     return "\n".join(rows)

@@ -185,9 +185,11 @@ def test_links_out_of_docs_lead_to_pages_of_the_site() -> None:
 
 
 def test_the_gallery_has_every_example() -> None:
-    page = ROOT / "docs" / "gallery.md"
-    assert hooks.MARK in page.read_text()
-    shown = hooks.for_site(page.read_text().replace(hooks.MARK, hooks.gallery()), "docs/gallery.md")
+    page = (ROOT / "docs" / "gallery.md").read_text()
+    for folder, mark in hooks.MARKS.items():
+        assert page.count(mark) == 1
+        page = page.replace(mark, hooks.listed(folder))
+    shown = hooks.for_site(page, "docs/gallery.md")
     scripts = sorted((ROOT / "examples").rglob("*.py"))
     assert len(scripts) >= 6
     for script in scripts:
@@ -258,3 +260,29 @@ def test_the_measured_table_is_that_of_the_data(tmp_path: Path, capsys: pytest.C
         [row for row in script.read(data) if (row.p, row.n, row.condition) == ("4", 64, 1e4)], 1e-4
     )
     assert next(row.method for name, row in found.items() if name not in (script.AUTO, script.PEER)) == best
+
+
+QUOTED = {
+    (
+        "comparison.md",
+        "bench.md",
+    ): "7.9 16.4 8e-4 2e-3 11.7 31.1 3e-8 0.64 0.90 0.75 1.04 1.41 4e-5 9e-5 6e-5 24.8 0.6",
+    ("choosing.md", "bench.md"): "0.64 1.04",
+    ("choosing.md", "auto.md"): "1.1 1.9",
+    ("from_adamw.md", "dash.md"): "5.6 44 554 103",
+    ("from_adamw.md", "studies/better.md"): "1.627 1.280 0.005 0.01 120",
+    ("mathematics.md", "rational.md"): "76",
+    ("scaling.md", "studies.md"): "log(9/4)",
+}
+"""Numbers on a page that are another page's."""
+
+
+@pytest.mark.parametrize(
+    ("pages", "numbers"),
+    QUOTED.items(),
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_quoted_numbers_are_those_of_their_source(pages: tuple[str, str], numbers: str) -> None:
+    for page, number in itertools.product(pages, numbers.split()):
+        found = re.search(rf"(?<![\d.]){re.escape(number)}(?![\d]|\.\d)", (ROOT / "docs" / page).read_text())
+        assert found is not None, f"docs/{page}: {number}"
