@@ -17,6 +17,7 @@ from dash_optim.stale import fraction_of
 from dash_optim.update import correction
 from matroots import Status, certify, lambda_bound
 from matroots._bounded import norm_from_below
+from matroots._products import symmetric_part
 
 _TOLERATED = (0.8, 1.2)
 _ROWS_SHOWN = 40
@@ -178,13 +179,16 @@ def _condition(stack: Stack, sides: Sides) -> Tensor:
 
 
 def _certified_error(stack: Stack, sides: Sides, steps: Tensor) -> Tensor:
-    """Certify the roots in use against the factors as they are now."""
+    """Certify the roots in use against the factors as they are now.
+
+    Their symmetric part: matrix products are symmetric to rounding only, which in float64 would be asymmetry.
+    """
     F, X = sides.factors.flatten(0, 1), sides.roots.flatten(0, 1)
     c = correction(stack.recipe.beta_factors if stack.recipe.bias_correction else 1.0, steps)
     c = c.repeat(len(sides.dims)).clamp_min(torch.finfo(c.dtype).tiny)
     scaled = X.double() * (c ** (-1 / float(stack.p))).double().reshape(-1, 1, 1)
     found = certify(
-        F.double(),
+        symmetric_part(F.double()),
         scaled,
         stack.p,
         damping=stack.recipe.damping * c,
