@@ -156,6 +156,9 @@ def test_the_page_has_no_other_code() -> None:
 # -------------------------------------------------------------------------------------------------------- transformers
 
 
+WARMED_UP = [1e-2 * step / 2 for step in range(2)] + [cosine(1e-2, 0, t / 10) for t in range(10)]
+
+
 @pytest.mark.parametrize("way", ["instance", "class"])
 def test_transformers_takes_the_steps_of_a_plain_loop_and_goes_on_bit_for_bit(
     way: str, run: Run, tmp_path: Path
@@ -164,10 +167,9 @@ def test_transformers_takes_the_steps_of_a_plain_loop_and_goes_on_bit_for_bit(
     declare_missing_operators()
     loss = loss_of(run("transformers_trainer", tmp_path, "--way", way))
     first = _trainer_checkpoint(tmp_path / "checkpoint-12")
-    rates = [1e-2 * step / 2 for step in range(2)] + [cosine(1e-2, 0, t / 10) for t in range(10)]
     history = json.loads((tmp_path / "checkpoint-12" / "trainer_state.json").read_text())["log_history"]
-    assert [entry["learning_rate"] for entry in history] == pytest.approx(rates)
-    assert loss == pytest.approx(_transformer_by_hand(way, rates), rel=1e-4)
+    assert [entry["learning_rate"] for entry in history] == pytest.approx(WARMED_UP)
+    assert loss == pytest.approx(_transformer_by_hand(way, WARMED_UP), rel=1e-4)
     shutil.rmtree(tmp_path / "checkpoint-12")
     assert loss_of(run("transformers_trainer", tmp_path, "--way", way)) == loss
     assert same(_trainer_checkpoint(tmp_path / "checkpoint-12"), first)
@@ -208,7 +210,7 @@ def _next_token_loss(model: Any, rows: Tensor) -> Tensor:
     return cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
 
 
-def test_transformers_clips_before_dash_sees_the_gradients(tmp_path: Path) -> None:
+def test_transformers_clips_before_dash_sees_the_gradients_and_has_a_schedule_for_it(tmp_path: Path) -> None:
     needs("transformers")
     declare_missing_operators()
     from transformers import TrainerCallback
@@ -219,11 +221,18 @@ def test_transformers_clips_before_dash_sees_the_gradients(tmp_path: Path) -> No
         def on_pre_optimizer_step(self, *_: Any, model: nn.Module, **__: Any) -> None:
             norms.append(float(torch.cat([p.grad.flatten() for p in model.parameters()]).norm()))  # type: ignore[union-attr]
 
-    trainer = importlib.import_module("transformers_trainer").make_trainer(tmp_path, "class")
-    trainer.add_callback(Norms())
+    recipe: Any = importlib.import_module("transformers_trainer")
+    usual = recipe.make_trainer(tmp_path, "instance")
+    opt = DASH(groups_of(usual.model), **OPTIONS)
+    trainer = recipe.Trainer(
+        usual.model, usual.args, train_dataset=recipe.dataset(), optimizers=(opt, None), callbacks=[Norms()]
+    )
     trainer.train()
     assert norms == pytest.approx([0.5] * 12, rel=1e-5)
-    assert all(entry["grad_norm"] > 0.7 for entry in trainer.state.log_history if "grad_norm" in entry)
+    steps = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    assert all(entry["grad_norm"] > 0.7 for entry in steps)
+    assert [entry["learning_rate"] for entry in steps] == pytest.approx(WARMED_UP)
+    assert trainer.optimizer.optimizer is opt
 
 
 # ----------------------------------------------------------------------------------------------- accelerate, Lightning
@@ -384,7 +393,7 @@ def test_schedulers_print_a_line_each(run: Run) -> None:
 def test_rates_of_zero_move_nothing_and_half_a_rate_moves_half_as_far() -> None:
     """The factors see the gradients all the same."""
     task: Any = importlib.import_module("task")
-    moved = []
+    moved, states = [], []
     for rate in (0.0, 1e-2, 5e-3):
         model = task.make_model().double()
         opt = DASH(groups_of(model), lr=1e-2, block_size=32)
@@ -399,10 +408,33 @@ def test_rates_of_zero_move_nothing_and_half_a_rate_moves_half_as_far() -> None:
             opt.step()
             scheduler.step()
         moved.append(nn.utils.parameters_to_vector(model.parameters()).detach() - before)
-        assert all(int(own["step"]) == 4 for own in opt.state.values())
+        states.append(opt.state_dict()["state"])
+    assert same(states[0], states[1])
+    assert same(states[1], states[2])
     assert not moved[0].any()
     assert moved[1].norm() > 0.01
     assert torch.allclose(moved[1], 2 * moved[2], rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("cycle", [True, False])
+@pytest.mark.parametrize(("kind", "lowest"), [("OneCycleLR", 0.85), ("CyclicLR", 0.8)])
+def test_cycles_bring_back_an_average_of_gradients_unless_told_not_to(
+    kind: str, lowest: float, cycle: bool
+) -> None:
+    task: Any = importlib.import_module("task")
+    model = task.make_model()
+    opt = DASH(groups_of(model), betas=(0.0, 0.95), **OPTIONS)
+    rates = {"max_lr": 1e-2, **({"total_steps": 8} if kind == "OneCycleLR" else {"base_lr": 1e-3})}
+    scheduler = getattr(torch.optim.lr_scheduler, kind)(opt, cycle_momentum=cycle, **rates)
+    for step in range(2):
+        x, y = task.batch(step)
+        opt.zero_grad()
+        cross_entropy(model(x), y).backward()
+        opt.step()
+        scheduler.step()
+    assert ("32x32.exp_avg" in opt.state[model[3].weight]) == cycle
+    first = opt.param_groups[0]["betas"][0]
+    assert lowest <= first <= lowest + 0.1 if cycle else first == 0.0
 
 
 # --------------------------------------------------------------------------------------------------------- GradScaler
