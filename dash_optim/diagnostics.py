@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from dash_optim.stale import fraction_of
 from dash_optim.update import correction
 from matroots import Status, certify, lambda_bound
 from matroots._bounded import norm_from_below
+from matroots._products import symmetric_part
 
 _TOLERATED = (0.8, 1.2)
 _ROWS_SHOWN = 40
@@ -80,8 +82,12 @@ class Diagnostics:
         low, high = _TOLERATED
         return sum(block.grafting < low or block.grafting > high for block in self.blocks)
 
-    def scalars(self) -> dict[str, float]:
-        """Return a few numbers about all blocks, to be logged wherever numbers are logged."""
+    def scalars(self, *, by_parameter: bool = False) -> dict[str, float]:
+        """Return a few numbers about all blocks, to be logged wherever numbers are logged.
+
+        Args:
+            by_parameter: also ``grafting/NAME``, the median grafting coefficient of the blocks of each parameter.
+        """
         factors = [factor for block in self.blocks for factor in block.factors]
         grafting = [block.grafting for block in self.blocks if block.grafting == block.grafting]
         relative = [block.relative_grafting for block in self.blocks if block.grafting == block.grafting]
@@ -101,7 +107,15 @@ class Diagnostics:
             "grafting_relative_median": _median(relative),
             "skipped_steps": self.skipped_steps,
         }
-        return {f"dash/{name}": float(value) for name, value in numbers.items()}
+        found = {f"dash/{name}": float(value) for name, value in numbers.items()}
+        return found | (self._grafting_by_parameter() if by_parameter else {})
+
+    def _grafting_by_parameter(self) -> dict[str, float]:
+        """Return the median coefficient of each parameter's blocks; NaN where nothing was grafted."""
+        coefficients: dict[str, list[float]] = {}
+        for block in self.blocks:
+            coefficients.setdefault(block.parameter, []).append(block.grafting)
+        return {f"grafting/{name}": statistics.median(values) for name, values in coefficients.items()}
 
     def __str__(self) -> str:
         """Return one line for each factor, as far as they fit, and a summary."""
@@ -178,13 +192,16 @@ def _condition(stack: Stack, sides: Sides) -> Tensor:
 
 
 def _certified_error(stack: Stack, sides: Sides, steps: Tensor) -> Tensor:
-    """Certify the roots in use against the factors as they are now."""
+    """Certify the roots in use against the factors as they are now.
+
+    Their symmetric part: matrix products are symmetric to rounding only, which in float64 would be asymmetry.
+    """
     F, X = sides.factors.flatten(0, 1), sides.roots.flatten(0, 1)
     c = correction(stack.recipe.beta_factors if stack.recipe.bias_correction else 1.0, steps)
     c = c.repeat(len(sides.dims)).clamp_min(torch.finfo(c.dtype).tiny)
     scaled = X.double() * (c ** (-1 / float(stack.p))).double().reshape(-1, 1, 1)
     found = certify(
-        F.double(),
+        symmetric_part(F.double()),
         scaled,
         stack.p,
         damping=stack.recipe.damping * c,

@@ -118,9 +118,11 @@ def test_the_page_quotes_the_examples_as_they_are(name: str, code: str) -> None:
     assert code in (ROOT / name).read_text()
 
 
-def test_the_page_quotes_every_example() -> None:
+def test_the_page_and_that_of_recipes_quote_every_example() -> None:
     scripts = {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} - {"examples/task.py"}
-    assert {name for name, _ in QUOTES} == scripts
+    recipes = re.findall(r"```python\n# (examples/\S+)", (ROOT / "docs" / "recipes.md").read_text())
+    assert {name for name, _ in QUOTES}.isdisjoint(recipes)
+    assert {name for name, _ in QUOTES} | set(recipes) == scripts
     assert len(BLOCKS) == PAGE.count("```python")
 
 

@@ -6,9 +6,7 @@ The batch of a step depends on the seed and the step alone. Several ranks (:mod:
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -170,12 +168,7 @@ class Run:
             return {}
         own = dash.diagnostics()
         blocks = [block for blocks in self.ranks.gathered(own.blocks) for block in blocks]
-        found = Diagnostics(blocks, own.skipped_steps)
-        by_parameter: dict[str, list[float]] = defaultdict(list)
-        for block in found.blocks:
-            by_parameter[block.parameter].append(block.grafting)
-        medians = {f"grafting/{name}": statistics.median(values) for name, values in by_parameter.items()}
-        return {**found.scalars(), **medians}
+        return Diagnostics(blocks, own.skipped_steps).scalars(by_parameter=True)
 
     def outcome(self) -> Outcome:
         """Return what has come of it so far."""
