@@ -600,3 +600,26 @@ def test_scalars_by_parameter_are_medians_of_its_blocks() -> None:
     for i in (0, 3, 5):
         own = [block.grafting for block in found.blocks if block.parameter == f"{i}.weight"]
         assert medians[f"grafting/{i}.weight"] == pytest.approx(float(np.median(own)))
+
+
+def test_scikit_learn_takes_whitening_for_an_estimator_of_its_own(run: Run) -> None:
+    """Its own checks of estimators, the covariance that comes out, and the script."""
+    needs("sklearn")
+    from sklearn.utils.estimator_checks import check_estimator
+
+    whitener = importlib.import_module("sklearn_whitening").Whitener
+    failed = [
+        found
+        for found in check_estimator(whitener(), on_skip=None, on_fail=None)
+        if found["status"] == "failed"
+    ]
+    assert not failed, failed
+    X = np.random.default_rng(0).normal(size=(200, 4)) @ np.diag([1.0, 10.0, 0.1, 3.0])
+    for kind in ("zca", "pca"):
+        fitted = whitener(kind, rel_damping=1e-12).fit(X)
+        assert np.abs(np.cov(fitted.transform(X).T) - np.eye(4)).max() < 1e-6
+        assert fitted.error_ < 1e-8
+    before, after = (
+        float(value) for value in re.findall(r": (0\.\d+) of the test samples", run("sklearn_whitening"))
+    )
+    assert 0.5 < before < after
