@@ -11,7 +11,6 @@ r stays below ``x^{-1/p}``: what lies there is undershot, as by damping, and nev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from functools import lru_cache
@@ -20,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.special import ellipj, ellipk, ellipkm1
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from matroots._arguments import check_count, check_fraction
 from matroots._cholesky import add_gram, inverse_factor, smallest_eigenvalue_bound
@@ -55,12 +54,20 @@ class Approximant:
     error: float
 
 
-@lru_cache(maxsize=1024)
-def _approximant(a: float, floor: float, target: float, limit: int) -> Approximant:
+def approximant(a: float, floor: float, target: float, limit: int) -> Approximant:
     """Return the best approximation of ``x^{-a}``, a in [0, 1], with the fewest poles whose error is at most ``target``.
 
     With ``limit`` poles where even they do not reach it, or for a target of 0; with no more than rounding leaves something to do.
     """
+    if not is_compiling():
+        return _approximant(a, floor, target, limit)
+    # compilers would trace the search, and past its cache; asking them not to loads them, which takes a second
+    found: Approximant = torch.compiler.disable(_approximant)(a, floor, target, limit)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _approximant(a: float, floor: float, target: float, limit: int) -> Approximant:
     if a in (0.0, 1.0):
         return Approximant(1.0 - a, (1.0,) * int(a), (0.0,) * int(a), 0.0)
     floor = min(floor, _NARROWEST)
@@ -73,12 +80,10 @@ def _approximant(a: float, floor: float, target: float, limit: int) -> Approxima
     return best
 
 
-# compilers would trace the search, and past its cache
-approximant: Callable[[float, float, float, int], Approximant] = torch.compiler.disable(_approximant)
-
-
 def pole_gain(floor: float) -> float:
     """Return the logarithm of the factor by which one more pole shrinks the error, nearly the same for every power."""
+    from scipy.special import ellipk, ellipkm1  # here: it takes longer to load than all of this package
+
     return float(2 * np.pi * ellipk(floor) / ellipkm1(floor))
 
 
@@ -133,6 +138,8 @@ def _zolotarev(floor: float, poles: int) -> tuple[Array, Array]:
 
     With K the quarter period for ``m = 1 - floor``: ``s_j = floor (sn/cn)^2((2 j - 1) K / (2 N + 1))``, ``x_i = floor/dn^2(i K / (2 N + 1))``.
     """
+    from scipy.special import ellipj, ellipkm1
+
     m = 1.0 - floor
     quarter = ellipkm1(floor)
     sn, cn, _, _ = ellipj((2 * np.arange(1, poles + 1) - 1) * quarter / (2 * poles + 1), m)
