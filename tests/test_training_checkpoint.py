@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from dash_optim import DASH
-from dash_optim.training import _files
 from dash_optim.training import checkpoint as ck
 from dash_optim.training.checkpoint import CheckpointError, CheckpointWarning, exclusive, latest, save
+from matroots import _files
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 

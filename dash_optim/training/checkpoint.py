@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, Final
 
 import torch
 
-from dash_optim.training._files import make_folder, replacement, sweep, try_lock
+from matroots._files import make_folder, replacement, sweep, try_lock
 
 INDEX: Final = "checkpoints.json"
 LOCK: Final = ".lock"

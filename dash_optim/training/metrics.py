@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from dash_optim.training._files import make_folder, replacement, sweep
 from matroots._command import InputError, MissingExtraError
+from matroots._files import make_folder, replacement, sweep
 
 JSONL: Final = "metrics.jsonl"
 CSV: Final = "metrics.csv"

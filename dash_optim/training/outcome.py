@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dash_optim.training._files import replacement
 from dash_optim.training.metrics import decoded, encoded
 from matroots._command import InputError
+from matroots._files import replacement
 
 RESULT: Final = "result.json"
 PARTS: Final = ("forward", "backward", "optimizer")
