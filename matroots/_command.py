@@ -84,6 +84,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """Read an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return int(text)
+
+
 def seed(text: str) -> int:
     """Read a seed of a random generator."""
     if not text.isdecimal() or int(text) >= 2**63 - 1000:
