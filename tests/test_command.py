@@ -427,3 +427,19 @@ def test_from_a_shell(tmp_path: Path) -> None:
     assert done.stderr.startswith("matroots: error: nothing was written: in.npy: ")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out.npy").exists()
+
+
+def test_the_commands_in_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    guide = (Path(__file__).parents[1] / "docs" / "guide.md").read_text()
+    commands = re.findall(r"^python -m matroots (inv-root .*)$", guide, re.M)
+    assert len(commands) == 2
+    monkeypatch.chdir(tmp_path)
+    np.save("factors.npy", stack())
+    np.savez("factors.npz", a=stack())
+    for command in commands:
+        assert main(command.split()) == 0
+    with np.load("roots.npz") as archive:
+        assert (
+            error(archive["a"], inverse_root(stack(), 8 / 3)) < 1e-2
+        )  # relative damping 1e-6 at condition 1e3
+    assert error(np.load("roots.npy"), inverse_root(stack(), 4)) < 1e-12
