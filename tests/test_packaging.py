@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -160,3 +161,11 @@ def test_importing_adds_little_to_importing_torch(package: str, allowed: set[str
         if best < 0.2:
             break
     assert best < 0.2
+
+
+def test_the_policy_names_the_versions_that_pip_is_told() -> None:
+    policy, project = ((ROOT / name).read_text() for name in ("docs/policy.md", "pyproject.toml"))
+    stated = re.findall(r"(Python|torch|numpy|scipy) ([\d.]+) or newer", policy)
+    python = re.findall(r'^requires-python = ">=([\d.]+)"', project, re.M)
+    told = re.findall(r'"(torch|numpy|scipy)>=([\d.]+)"', project)
+    assert sorted(stated) == sorted([("Python", *python), *told])
