@@ -9,31 +9,49 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses import FakeTensor
-from torch.autograd.forward_ad import unpack_dual
 
 from matroots._products import HALF_DTYPES, wide
 
+REAL_DTYPES = (*HALF_DTYPES, torch.float32, torch.float64)
 
-def check_matrices(A: object, name: str) -> None:
-    """Raise unless ``A`` is a real floating-point tensor ``(*, n, n)`` with values, outside torch's transforms."""
+
+def check_matrices(A: object, name: str, dtypes: tuple[torch.dtype, ...] = REAL_DTYPES) -> None:
+    """Raise unless ``A`` is a dense tensor ``(*, n, n)`` of one of the dtypes."""
     if not isinstance(A, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(A).__name__}")
-    if A.dtype not in (*HALF_DTYPES, torch.float32, torch.float64):
-        raise TypeError(
-            f"{name}: expected float16, bfloat16, float32 or float64, got {str(A.dtype).removeprefix('torch.')}"
-        )
-    if A.layout != torch.strided:
-        raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {A.layout}")
+    _check_dtype(A, name, dtypes)
     if A.ndim < 2 or A.shape[-1] != A.shape[-2]:
         raise ValueError(f"{name}: expected (*, n, n), got {tuple(A.shape)}")
+
+
+def check_rows(x: object, name: str, dtypes: tuple[torch.dtype, ...] = REAL_DTYPES) -> None:
+    """Raise unless ``x`` is a dense tensor ``(*, m, n)`` of one of the dtypes, m and n at least 1."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+    _check_dtype(x, name, dtypes)
+    if x.ndim < 2 or 0 in x.shape[-2:]:
+        raise ValueError(f"{name}: expected (*, m, n) with m, n >= 1, got {tuple(x.shape)}")
+
+
+def _check_dtype(A: Tensor, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    if A.dtype not in dtypes:
+        names = [str(dtype).removeprefix("torch.") for dtype in (*dtypes, A.dtype)]
+        raise TypeError(f"{name}: expected {', '.join(names[:-2])} or {names[-2]}, got {names[-1]}")
+    if A.layout != torch.strided:
+        raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {A.layout}")
+
+
+def check_values(A: Tensor, name: str) -> None:
+    """Raise unless ``A`` has values that a function may look at which is no part of torch's graphs or transforms."""
     if A.device.type == "meta":
         raise ValueError(f"{name}: expected values, got a meta tensor, which has none")
     if isinstance(A, FakeTensor):
-        raise NotImplementedError(f"{name}: fake tensors (torch.export) are not supported yet")
-    if is_functorch_wrapped_tensor(A) or unpack_dual(A).tangent is not None:
         raise NotImplementedError(
-            f"{name}: torch.func transforms and forward-mode derivatives are not supported yet; a batch needs no vmap:"
-            " pass (*, n, n)"
+            f"{name}: expected values, got a fake tensor (torch.export), which has none"
+        )
+    if is_functorch_wrapped_tensor(A):
+        raise NotImplementedError(
+            f"{name}: not possible within transforms of torch.func; a batch needs no vmap: pass (*, n, n), outside"
         )
 
 
@@ -69,19 +87,25 @@ def absolute_damping(damping: object, A: Tensor) -> Tensor:
 
     Values in a tensor are checked where looking does not synchronise, on the CPU.
     """
+    if isinstance(damping, Tensor) and damping.is_cpu and damping.is_floating_point():
+        known = damping.detach().nan_to_num(0.0, posinf=-1.0)
+        if not bool((known >= 0).all()):
+            raise ValueError("damping: expected values >= 0 (NaN for a member that has none) and finite")
+    return broadcast_damping(damping, A).detach().reshape(-1)
+
+
+def broadcast_damping(damping: object, A: Tensor) -> Tensor:
+    """Return the damping of each member, float64 of the batch shape on A's device, differentiable; the values of a tensor are not looked at."""
     batch = A.shape[:-2]
     if not isinstance(damping, Tensor):
         value = check_number("damping", damping)
-        return torch.full((math.prod(batch),), value, dtype=wide(A.device), device=A.device)
+        return torch.full(batch, value, dtype=wide(A.device), device=A.device)
     if not damping.is_floating_point():
         raise TypeError(f"damping: expected a floating-point tensor, got {damping.dtype}")
-    if damping.is_cpu and not bool((damping.detach().nan_to_num(0.0, posinf=-1.0) >= 0).all()):
-        raise ValueError("damping: expected values >= 0 (NaN for a member that has none) and finite")
     try:
-        each = damping.detach().to(A.device, wide(A.device)).expand(batch)
+        return damping.to(A.device, wide(A.device)).expand(batch)
     except RuntimeError as error:
         raise ValueError(
             "damping: expected a number or a tensor that broadcasts to the batch shape"
             f" {tuple(batch)}, got {tuple(damping.shape)}"
         ) from error
-    return each.reshape(-1)

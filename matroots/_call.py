@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from matroots._arguments import check_matrices
+from matroots import _opaque
+from matroots._arguments import REAL_DTYPES, broadcast_damping, check_matrices, check_number
 from matroots._auto import solve_auto
+from matroots._autograd import damped, followed, plain
+from matroots._autograd import solve as differentiable
+from matroots._certificate import Certificate, rational_exponent
 from matroots._certificate import certify as certify_root
-from matroots._certificate import rational_exponent
+from matroots._hermitian import COMPLEX_DTYPES, complex_form, real_form
+from matroots._opaque import powers
 from matroots._options import Keywords, Options, resolve_options
 from matroots._result import (
     InvRoot,
@@ -27,7 +34,7 @@ from matroots._result import (
 )
 from matroots._solve import solve
 from matroots.scaling import Scaling
-from matroots.solvers import Solver
+from matroots.solvers import EVD, Solver
 from matroots.solvers._problem import Want
 
 if TYPE_CHECKING:
@@ -59,7 +66,8 @@ def inv_root_ex(
     Args:
         A: ``(*, n, n)`` symmetric positive definite, fp16/bf16 (computed in fp32), fp32 or fp64, any strides. Not
             written to. The symmetric part is used; an antisymmetric part above ``min(8 sqrt(n) u, sqrt(u)) ||A||_F`` makes
-            the member INDEFINITE.
+            the member INDEFINITE. Complex Hermitian (complex64, complex128): solved as the real symmetric ``[[Re, -Im], [Im, Re]]``, which
+            diagnostics speak of.
         p: order of the root. Any real ``p >= 1`` (``int``, ``float``, ``Fraction``) for "evd", "chebyshev" and
             "rational", any integer for "cn" and "minimax", powers of two for "ndb".
         method: "evd", "cn", "ndb", "chebyshev", "minimax", "rational", "auto" (the cheapest that reaches ``tol``; docs/auto.md), or a solver
@@ -83,7 +91,8 @@ def inv_root_ex(
 
     Returns:
         :class:`InvRoot`; ``root`` is NaN for a member whose status is DIVERGED or worse. With a fixed number of steps
-        (``NewtonDB(steps=...)``, ``CoupledNewton(steps=...)``) and no certificate, nothing synchronises with the host.
+        (``NewtonDB(steps=...)``, ``CoupledNewton(steps=...)``) and no certificate, nothing synchronises with the host. ``root`` is
+        differentiable by A and a tensor ``damping``, twice and in forward mode, whatever the method (docs/gradients.md); nothing else is.
 
     Raises:
         TypeError: for a dtype or argument type that is not supported.
@@ -93,27 +102,19 @@ def inv_root_ex(
     >>> inv_root_ex(A, 4, method="cn").root.diagonal()
     tensor([0.5000, 0.3333], dtype=torch.float64)
     """
-    check_matrices(A, "A")
-    options = resolve_options(
-        A,
-        p,
-        method=method,
-        scaling=scaling,
-        damping=damping,
-        rel_damping=rel_damping,
-        tol=tol,
-        max_steps=max_steps,
-        matmul_dtype=matmul_dtype,
-        max_batch=max_batch,
-        generator=generator,
-        assume_positive=assume_positive,
-    )
-    if certify:
-        rational_exponent(p)  # refuse before the work what could not be certified after it
-    result, _ = solve_auto(A, options, "inverse") if method == "auto" else solve(A, options, "inverse")
-    if certify:
-        result = _with_certificate(A, result, options)
-    return result._replace(root=_undifferentiable(A, damping, result.root))
+    keywords: Keywords = {
+        "method": method,
+        "scaling": scaling,
+        "damping": damping,
+        "rel_damping": rel_damping,
+        "tol": tol,
+        "max_steps": max_steps,
+        "matmul_dtype": matmul_dtype,
+        "max_batch": max_batch,
+        "generator": generator,
+        "assume_positive": assume_positive,
+    }
+    return _outcome(A, Call(p, "inverse", keywords, certify), report=True)[0]
 
 
 def inv_root(
@@ -147,22 +148,19 @@ def inv_root(
     >>> torch.dist(X @ A @ X, torch.eye(2)).item() < 1e-14
     True
     """
-    result = inv_root_ex(
-        A,
-        p,
-        method=method,
-        scaling=scaling,
-        damping=damping,
-        rel_damping=rel_damping,
-        tol=tol,
-        max_steps=max_steps,
-        matmul_dtype=matmul_dtype,
-        max_batch=max_batch,
-        generator=generator,
-        assume_positive=assume_positive,
-    )
-    _raise_or_warn(result, float(p), stacklevel=3)
-    return result.root
+    keywords: Keywords = {
+        "method": method,
+        "scaling": scaling,
+        "damping": damping,
+        "rel_damping": rel_damping,
+        "tol": tol,
+        "max_steps": max_steps,
+        "matmul_dtype": matmul_dtype,
+        "max_batch": max_batch,
+        "generator": generator,
+        "assume_positive": assume_positive,
+    }
+    return _outcome(A, Call(p, "inverse", keywords, strict=True))[0].root
 
 
 def root(A: Tensor, p: float | Fraction, **keywords: Unpack[Keywords]) -> Tensor:
@@ -178,8 +176,7 @@ def root(A: Tensor, p: float | Fraction, **keywords: Unpack[Keywords]) -> Tensor
     tensor([[2., 0.],
             [0., 0.]])
     """
-    result, _ = _solve_or_raise("root", A, p, keywords)
-    return result.root
+    return _outcome(A, Call(p, "root", _known(keywords), strict=True))[0].root
 
 
 def root_pair(A: Tensor, p: float | Fraction, **keywords: Unpack[Keywords]) -> tuple[Tensor, Tensor]:
@@ -191,27 +188,127 @@ def root_pair(A: Tensor, p: float | Fraction, **keywords: Unpack[Keywords]) -> t
     >>> S[0, 0].item(), X[0, 0].item()
     (2.0, 0.5)
     """
-    result, root_side = _solve_or_raise("pair", A, p, keywords)
+    result, root_side = _outcome(A, Call(p, "pair", _known(keywords), strict=True))
     return root_side, result.root
 
 
-def _solve_or_raise(want: Want, A: Tensor, p: float | Fraction, keywords: Keywords) -> tuple[InvRoot, Tensor]:
-    """Return the result (whose ``root`` is the inverse one for a pair) and ``A^{1/p}``, both differentiation-safe."""
+def _known(keywords: Keywords) -> Keywords:
+    """Return the keywords, or raise ``TypeError`` for one that there is not."""
     unknown = sorted(set(keywords) - set(Keywords.__annotations__))
     if unknown:
         raise TypeError(f"{unknown[0]}: no such keyword; expected some of {sorted(Keywords.__annotations__)}")
-    check_matrices(A, "A")
-    options = resolve_options(A, p, **keywords)
-    if options.certified_tol is not None:
-        raise ValueError(
-            'tol: method "auto" bounds the error of inverse roots only; name a method, or drop tol'
-        )
-    named = keywords.get("method", "auto") != "auto"
-    result, other = solve(A, options, want) if named else solve_auto(A, options, want)
-    _raise_or_warn(result, float(options.p), stacklevel=4)
-    eps = keywords.get("damping")
-    root_side = _undifferentiable(A, eps, other)
-    return result._replace(root=_undifferentiable(A, eps, result.root)), root_side
+    return keywords
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is asked for, beside the matrices.
+
+    Attributes:
+        p: as the user gave it.
+        want: which roots.
+        keywords: as the user gave them.
+        certify: whether the result gets a certificate.
+        strict: raise for members without a usable root, and warn of inaccurate ones.
+    """
+
+    p: Any
+    want: Want
+    keywords: Keywords
+    certify: bool = False
+    strict: bool = False
+
+    def run(self, A: Tensor, damping: float | Tensor) -> tuple[InvRoot, Tensor]:
+        """Solve for tensors with values; return the result, whose ``root`` is the inverse one for a pair, and ``A^{1/p}``."""
+        keywords: Keywords = {**self.keywords, "damping": damping}
+        options = resolve_options(A, self.p, **keywords)
+        if self.want != "inverse" and options.certified_tol is not None:
+            raise ValueError(
+                'tol: method "auto" bounds the error of inverse roots only; name a method, or drop tol'
+            )
+        if self.certify:
+            rational_exponent(self.p)  # refuse before the work what could not be certified after it
+        solver = solve_auto if self.keywords.get("method", "auto") == "auto" else solve
+        result, other = solver(A, options, self.want)
+        return _with_certificate(A, result, options) if self.certify else result, other
+
+    def refuse_derivative(self) -> None:
+        """Raise where the result is not the power of a matrix that differs from A by a multiple of the identity."""
+        method = self.keywords.get("method")
+        if isinstance(method, EVD) and not method.damped_input:
+            raise NotImplementedError(
+                f'method: EVD(spectrum="{method.spectrum}") changes eigenvalues one by one and has no derivative; use "damp", or detach A'
+            )
+
+
+def _outcome(A: Tensor, call: Call, report: bool = False) -> tuple[InvRoot, Tensor]:
+    """Return what :meth:`Call.run` does, for real and complex matrices, with or without values, inside and outside of torch's graphs and transforms."""
+    check_matrices(A, "A", (*REAL_DTYPES, *COMPLEX_DTYPES))
+    if A.is_complex():
+        result, other = _outcome(real_form(A), call, report)
+        return result._replace(root=complex_form(result.root)), complex_form(other)
+    damping = call.keywords.get("damping", 0.0)
+    if _opaque.traced(A):
+        return _traced(A, damping, call, report)
+    if followed(A, damping):
+        result, other = _followed(A, damping, call)
+    else:
+        result, other = call.run(A, damping)
+    if call.strict:
+        _raise_or_warn(InvRoot._make([*map(plain, result[:-1]), None]), float(call.p))
+    return result, other
+
+
+def _followed(A: Tensor, damping: float | Tensor, call: Call) -> tuple[InvRoot, Tensor]:
+    """Solve as one function in torch's graph, or under its transforms."""
+    eps = broadcast_damping(damping, A)
+    B = damped(A, eps, check_number("rel_damping", call.keywords.get("rel_damping", 0.0)))
+
+    def run(A: Tensor, eps: Tensor) -> tuple[Tensor, ...]:
+        return _flattened(call.want, *call.run(A, eps))
+
+    found = differentiable(B, A, eps, run, powers(call.p, call.want), call.refuse_derivative)
+    return _rebuilt(call.want, found)
+
+
+def _traced(A: Tensor, damping: float | Tensor, call: Call, report: bool) -> tuple[InvRoot, Tensor]:
+    """Put one operation into the graph; without a report nothing but roots."""
+    eps = broadcast_damping(damping, A)
+    wanted = torch.is_grad_enabled() and (A.requires_grad or eps.requires_grad)
+    if wanted:
+        call.refuse_derivative()
+    B = damped(A, eps, call.keywords.get("rel_damping", 0.0)) if wanted else A
+    others = {name: value for name, value in call.keywords.items() if name != "damping"}
+    text = _opaque.encoded(call.p, call.want, call.certify, call.strict, **others)
+    found = _opaque.solve(B, A.detach(), eps.detach(), text, report)
+    missing = [] if report else [found[0]] * 8
+    return _rebuilt(call.want, (*found, *missing))
+
+
+def _run_traced(A: Tensor, damping: Tensor, text: str) -> list[Tensor]:
+    """Run a call that a graph holds as text."""
+    call = Call(**_opaque.decoded(text))
+    result, other = call.run(A, damping)
+    if call.strict:
+        _raise_or_warn(result, float(call.p))
+    # the graph takes each for memory of its own
+    return [t.clone() if t.numel() == 0 else t for t in _flattened(call.want, result, other)]
+
+
+_opaque.runner.append(_run_traced)
+
+
+def _flattened(want: Want, result: InvRoot, other: Tensor) -> tuple[Tensor, ...]:
+    """Return all tensors of a result, roots first."""
+    roots = (other, result.root) if want == "pair" else (result.root,)
+    return (*roots, *result[1:-1], *(result.certificate or ()))
+
+
+def _rebuilt(want: Want, tensors: Sequence[Tensor]) -> tuple[InvRoot, Tensor]:
+    """Return the result that :func:`_flattened` has taken apart."""
+    other, rest = tensors[0], tensors[want == "pair" :]
+    certificate = Certificate(*rest[9:]) if len(rest) > 9 else None
+    return InvRoot._make([*rest[:9], certificate]), other
 
 
 def _with_certificate(A: Tensor, result: InvRoot, options: Options) -> InvRoot:
@@ -224,7 +321,7 @@ def _with_certificate(A: Tensor, result: InvRoot, options: Options) -> InvRoot:
     return result._replace(status=status, certificate=certificate)
 
 
-def _raise_or_warn(result: InvRoot, p: float, stacklevel: int) -> None:
+def _raise_or_warn(result: InvRoot, p: float) -> None:
     """Raise for members without a usable root, else warn once for those that are less accurate than asked for."""
     problem = failure(result)
     if problem:
@@ -236,27 +333,16 @@ def _raise_or_warn(result: InvRoot, p: float, stacklevel: int) -> None:
             sentence(kind, members[kind], batch, advise(result, members[kind], kind, p)) for kind in late
         )
         warnings.warn(
-            "root less accurate than asked for: " + "; ".join(advice), RootWarning, stacklevel=stacklevel
+            "root less accurate than asked for: " + "; ".join(advice), RootWarning, stacklevel=_user_level()
         )
 
 
-class _Undifferentiable(torch.autograd.Function):
-    """Hands the root through, and raises in the backward pass instead of returning a wrong or missing gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, A: Tensor, damping: object, root: Tensor) -> Tensor:
-        return root.view_as(root)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise NotImplementedError(
-            "matroots: roots are not differentiable yet; pass A.detach() if no gradient is wanted"
-        )
-
-
-def _undifferentiable(A: Tensor, damping: object, root: Tensor) -> Tensor:
-    wanted = A.requires_grad or (isinstance(damping, Tensor) and damping.requires_grad)
-    if not (wanted and torch.is_grad_enabled()):
-        return root
-    apply: Callable[[Tensor, object, Tensor], Tensor] = _Undifferentiable.apply
-    return apply(A, damping, root)
+def _user_level() -> int:
+    """Return the ``stacklevel`` of whoever called into this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "matroots",
+        "torch",
+    ):
+        level, frame = level + 1, frame.f_back
+    return level

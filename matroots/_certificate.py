@@ -21,9 +21,17 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from matroots._arguments import absolute_damping, check_count, check_matrices, check_number
+from matroots._arguments import (
+    REAL_DTYPES,
+    absolute_damping,
+    check_count,
+    check_matrices,
+    check_number,
+    check_values,
+)
 from matroots._bounded import Bounded, U, gamma, norm_from_below, power, spectrum
 from matroots._exponent import parse_exponent
+from matroots._hermitian import COMPLEX_DTYPES, real_form
 from matroots._prepare import asymmetry_tolerance, lambda_bound, members_of, rescaled, with_identity
 from matroots._products import (
     add_to_diagonal,
@@ -107,12 +115,15 @@ def certify(
     >>> bool(certify(A, torch.diag(torch.tensor([1.0, -0.5])), p=2).valid)
     False
     """
-    check_matrices(A, "A")
-    check_matrices(X, "X")
+    for M, name in ((A, "A"), (X, "X")):
+        check_matrices(M, name, (*REAL_DTYPES, *COMPLEX_DTYPES))
+        check_values(M, name)
     if A.shape != X.shape:
         raise ValueError(f"X: expected the shape of A, {tuple(A.shape)}, got {tuple(X.shape)}")
     if A.device != X.device:
         raise ValueError(f"X: expected the device of A, {A.device}, got {X.device}")
+    if A.is_complex() or X.is_complex():
+        A, X = (real_form(M) if M.is_complex() else real_form(M + 0j) for M in (A, X))
     if kind not in get_args(Kind):
         raise ValueError(f"kind: expected one of {get_args(Kind)}, got {kind!r}")
     fraction, slack = rational_exponent(p)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from matroots._arguments import check_matrices
+from matroots._arguments import REAL_DTYPES, check_matrices, check_values
+from matroots._hermitian import COMPLEX_DTYPES, real_form
 from matroots._products import (
     HALF_DTYPES,
     add_to_diagonal,
@@ -225,13 +226,16 @@ def lambda_bound(A: Tensor) -> Tensor:
         float64 ``(*)``; NaN for a member that is not finite or not symmetric.
 
     Raises:
-        TypeError: if A is not a real floating-point tensor.
+        TypeError: if A is not a floating-point or complex tensor.
         ValueError: if A is not a batch of square matrices.
 
     >>> lambda_bound(torch.eye(4, dtype=torch.float64)).item()
     1.0000000000000009
     """
-    check_matrices(A, "A")
+    check_matrices(A, "A", (*REAL_DTYPES, *COMPLEX_DTYPES))
+    check_values(A, "A")
+    if A.is_complex():
+        A = real_form(A)
     if A.numel() == 0:
         return A.new_zeros(A.shape[:-2], dtype=wide(A.device))
     flat = A.detach().reshape(-1, *A.shape[-2:])

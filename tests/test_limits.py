@@ -133,17 +133,6 @@ def test_flags_that_were_inherited_stay_inherited():
         backends.fp32_precision = before
 
 
-def test_a_differentiable_damping_raises_on_backward_too():
-    eps = torch.tensor(0.1, requires_grad=True)
-    for X in (
-        matroots.inv_root(torch.eye(3), 2, damping=eps),
-        matroots.root(torch.eye(3), 2, damping=eps),
-        *matroots.root_pair(torch.eye(3), 2, damping=eps),
-    ):
-        with pytest.raises(NotImplementedError, match="not differentiable"):
-            X.sum().backward()
-
-
 def test_diverged_members_keep_their_history(monkeypatch):
     """Plain half precision without the damping that it needs does diverge."""
     monkeypatch.setattr(Format, "least_eigenvalue", lambda self, p: 0.0)

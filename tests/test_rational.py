@@ -48,6 +48,12 @@ def errors(r, a, points):
         return np.array(values)
 
 
+@pytest.mark.parametrize(("a", "floor"), [(1 / 4.302106658569063, 2.0**-5), (0.7041635177472855, 2.0**-36)])
+def test_points_that_meet_end_the_search(a, floor):
+    """With as many poles as leave only rounding, extrema that float64 cannot part made the equations singular."""
+    assert approximant(a, floor, 0.0, 80).error < 4 * U64
+
+
 def alternations(values, least):
     """How often the sign changes between values of at least this size, and once more."""
     signs = np.sign(values[np.abs(values) >= least])

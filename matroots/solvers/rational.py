@@ -116,8 +116,8 @@ def best_rational(a: float, floor: float, poles: int) -> Approximant:
             y, worst = _exchange(a, y, unknowns, signs * np.sign(level))
             if worst < least:
                 best, least = unknowns, worst
-            if worst <= 1.05 * abs(level) or worst < 2.0 * _U:
-                break
+            if worst <= 1.05 * abs(level) or worst < 2.0 * _U or bool((np.diff(y) <= 0).any()):
+                break  # points that have met: there are no digits left to part them
         constant, weights, values = _split(np.exp(best))
     return Approximant(float(constant), tuple(map(float, weights)), tuple(map(float, values)), least)
 
