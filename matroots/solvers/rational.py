@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from matroots._arguments import check_count, check_fraction
 from matroots._cholesky import add_gram, inverse_factor, smallest_eigenvalue_bound
@@ -54,20 +53,12 @@ class Approximant:
     error: float
 
 
+@lru_cache(maxsize=1024)
 def approximant(a: float, floor: float, target: float, limit: int) -> Approximant:
     """Return the best approximation of ``x^{-a}``, a in [0, 1], with the fewest poles whose error is at most ``target``.
 
     With ``limit`` poles where even they do not reach it, or for a target of 0; with no more than rounding leaves something to do.
     """
-    if not is_compiling():
-        return _approximant(a, floor, target, limit)
-    # compilers would trace the search, and past its cache; asking them not to loads them, which takes a second
-    found: Approximant = torch.compiler.disable(_approximant)(a, floor, target, limit)
-    return found
-
-
-@lru_cache(maxsize=1024)
-def _approximant(a: float, floor: float, target: float, limit: int) -> Approximant:
     if a in (0.0, 1.0):
         return Approximant(1.0 - a, (1.0,) * int(a), (0.0,) * int(a), 0.0)
     floor = min(floor, _NARROWEST)
