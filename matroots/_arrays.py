@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +17,8 @@ from torch import Tensor
 from matroots._command import InputError
 
 Array = npt.NDArray[Any]
+REAL = (np.float16, np.float32, np.float64)
+COMPLEX = (np.complex64, np.complex128)
 
 # What numpy, zipfile and torch raise on files that are damaged or are something else than their suffix says
 _UNREADABLE = (
@@ -82,9 +84,10 @@ def write_arrays(stream: BinaryIO, suffix: str, arrays: Mapping[str, Array]) -> 
                 np.lib.format.write_array(member, array, allow_pickle=False)
 
 
-def as_tensor(array: Array, label: str) -> Tensor:
-    """Return a real floating-point array as a tensor of the machine's byte order; raise :class:`InputError` for any other."""
+def as_tensor(array: Array, label: str, dtypes: Sequence[type[np.inexact[Any]]] = REAL) -> Tensor:
+    """Return an array of one of the dtypes as a tensor of the machine's byte order; raise :class:`InputError` for any other."""
     native = array.dtype.newbyteorder("=")
-    if native not in (np.float16, np.float32, np.float64):
-        raise InputError(f"{label}: expected float16, float32 or float64, got {array.dtype}")
+    if native not in dtypes:
+        *names, last = (np.dtype(dtype).name for dtype in dtypes)
+        raise InputError(f"{label}: expected {', '.join(names)} or {last}, got {array.dtype}")
     return torch.from_numpy(np.asarray(array, native, order="C"))

@@ -12,16 +12,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from matroots._arguments import check_matrices
-from matroots._arrays import Array, as_tensor, read_arrays, write_arrays
+from matroots._arguments import REAL_DTYPES, check_matrices
+from matroots._arrays import COMPLEX, REAL, Array, as_tensor, read_arrays, write_arrays
 from matroots._call import inv_root_ex
 from matroots._certificate import certify
 from matroots._command import InputError, Parser, exponent, guarded, nonnegative, positive, whole
 from matroots._files import replacement, sweep
 from matroots._formats import FORMATS
-from matroots._prepare import largest_entry
+from matroots._hermitian import COMPLEX_DTYPES
 from matroots._result import InvRoot, Status, failure, members_named
-from matroots._solve import out_of_range
 from matroots.scaling import SCALINGS
 from matroots.solvers import SOLVERS
 
@@ -80,9 +79,9 @@ def _checked_output(path: Path, out: Path) -> Path:
 
 
 def _matrices(array: Array, label: str) -> Tensor:
-    A = as_tensor(array, label)
+    A = as_tensor(array, label, (*REAL, *COMPLEX))
     try:
-        check_matrices(A, label)
+        check_matrices(A, label, (*REAL_DTYPES, *COMPLEX_DTYPES))
     except ValueError as error:
         raise InputError(str(error)) from error
     return A
@@ -91,6 +90,7 @@ def _matrices(array: Array, label: str) -> Tensor:
 def _solved(A: Tensor, label: str, options: argparse.Namespace) -> InvRoot:
     """Return the roots in the dtype of A, certified as they are written and against A as it was read."""
     dtype = DTYPES.get(options.dtype, A.dtype)
+    dtype = dtype.to_complex() if A.is_complex() else dtype
     certified = options.certify or options.certify_tol is not None
     try:
         result = inv_root_ex(
@@ -115,28 +115,33 @@ def _solved(A: Tensor, label: str, options: argparse.Namespace) -> InvRoot:
 def _converted(A: Tensor, dtype: torch.dtype, label: str) -> Tensor:
     """Return A in the dtype to compute in; raise :class:`InputError` where a finite member would become infinite or zero."""
     converted = A.to(dtype)
-    if dtype != A.dtype and A.numel():
-        before, after = largest_entry(A), largest_entry(converted)
-        lost = torch.isfinite(before) & (~torch.isfinite(after) | ((after == 0) & (before > 0)))
-        if lost.any():
-            raise InputError(
-                f"--dtype: {str(dtype).removeprefix('torch.')} cannot hold {label}, where the largest entry of a matrix is"
-                f" {float(before[lost].flatten()[0]):.1e}; expected a dtype that can"
-            )
+    lost = _lost(A, converted)
+    if lost.any():
+        raise InputError(
+            f"--dtype: {str(dtype).removeprefix('torch.')} cannot hold {label}, where the largest entry of a matrix is"
+            f" {float(A[lost][0].abs().max()):.1e}; expected a dtype that can"
+        )
     return converted
 
 
 def _rounded(result: InvRoot, A: Tensor, options: argparse.Namespace) -> InvRoot:
+    """Return the result with its roots in the dtype of A, and with a certificate, if it has one, of these."""
     root = result.root.to(A.dtype)
-    if not A.numel():
-        return result._replace(root=root)
-    lost = out_of_range(root, result.root) & (result.status < int(Status.DIVERGED))
+    lost = _lost(result.root, root)
     root = root.masked_fill(lost[..., None, None], torch.nan)
     certificate = result.certificate
     if certificate is not None:
         certificate = certify(A, root, options.p, damping=result.damping, max_batch=options.max_batch)
     status = result.status.masked_fill(lost, int(Status.SINGULAR))
     return result._replace(root=root, status=status, certificate=certificate)
+
+
+def _lost(exact: Tensor, rounded: Tensor) -> Tensor:
+    """Return which members were finite and not zero and no longer are, bool of the batch shape."""
+    if not exact.numel():
+        return torch.zeros(exact.shape[:-2], dtype=torch.bool)
+    before, after = (M.abs().flatten(-2).amax(-1) for M in (exact, rounded))
+    return torch.isfinite(before) & (before > 0) & ~(torch.isfinite(after) & (after > 0))
 
 
 def _refusals(result: InvRoot, tol: float | None) -> Iterator[str]:

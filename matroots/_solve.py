@@ -171,7 +171,7 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
         status = status.masked_fill(
             (status < int(Status.DIVERGED)) & _lost(X, covered | unsolved, options), int(Status.DIVERGED)
         )
-        unusable = (status < int(Status.DIVERGED)) & out_of_range(root, X) & ~prepared.zero_rows.all(-1)
+        unusable = (status < int(Status.DIVERGED)) & _unusable(root, X) & ~prepared.zero_rows.all(-1)
         status = torch.where(unusable, int(Status.SINGULAR), status).to(torch.int32)
     failed = status >= int(Status.DIVERGED)
     if may_hold(failed):
@@ -190,7 +190,7 @@ def _solve_chunk(A: Tensor, damping: Tensor, options: Options, want: Want) -> _P
     return _Part(tuple(roots), diagnostics | _in_units_of_input(prepared, solution, scale))
 
 
-def out_of_range(root: Tensor, computed: Tensor) -> Tensor:
+def _unusable(root: Tensor, computed: Tensor) -> Tensor:
     """Return whether a root has overflown its dtype, or vanished in half precision, ``(b,)``."""
     largest = largest_entry(root)
     if root.dtype not in HALF_DTYPES:
