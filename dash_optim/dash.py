@@ -174,7 +174,7 @@ class DASH(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse copies of an optimizer that shares its work: they would speak to the other ranks at the same time."""
-        if self._group is not None:
+        if self._is_shared():
             raise TypeError(
                 "copy, pickle: not possible while ranks share the work; make another optimizer and load the state_dict"
             )
@@ -232,7 +232,7 @@ class DASH(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._whole = None
-        if self._group is not None:
+        if self._is_shared():
             self._skipped += not self._shared().step()
             self._follow_state()
             return loss
@@ -244,11 +244,13 @@ class DASH(Optimizer):
             self.update(active, found)
         return loss
 
-    @property
-    def _group(self) -> ProcessGroup | None:
-        """The ranks that share the work; looked for anew where parameters have been replaced: accelerate puts sharded ones there after the optimizer is made."""
+    def _is_shared(self) -> bool:
+        """Whether ranks share the work; looked at anew where parameters have been replaced: accelerate puts sharded ones there after the optimizer is made.
+
+        Not a property: torch's compiler takes one of an optimizer for an object, which is never None.
+        """
         known = self._sharing
-        return known.group if known is not None and _serves(known, self.param_groups) else self._find_group()
+        return (known is not None and _serves(known, self.param_groups)) or self._find_group() is not None
 
     def _find_group(self) -> ProcessGroup | None:
         """Return the ranks that share the work, None for a process on its own."""
@@ -459,7 +461,7 @@ class DASH(Optimizer):
 
         def check(optimizer: Optimizer, incoming: StateDict) -> None:
             check_groups(self.param_groups, incoming["param_groups"])
-            if self._group is not None:
+            if self._is_shared():
                 taken.append(self._shared().taken_from(dict(self._by_parameter(incoming))))
             else:
                 refuse_pieces(incoming["state"])
@@ -475,7 +477,7 @@ class DASH(Optimizer):
         finally:
             before.remove()
             after.remove()
-        if self._group is not None:
+        if self._is_shared():
             self._shared().adopt(*taken)
             self._show_state()
 
@@ -500,7 +502,7 @@ class DASH(Optimizer):
         whole, self._whole = self._whole, None
         if whole is not None:
             return whole
-        if self._group is not None:
+        if self._is_shared():
             self._show_state()
         return super().state_dict()
 
@@ -521,10 +523,10 @@ class DASH(Optimizer):
         Raises:
             ValueError: for a rank that the group does not have.
         """
-        ranks = 1 if self._group is None else self._shared().ranks
+        ranks = self._shared().ranks if self._is_shared() else 1
         if to is not None and to not in range(ranks):
             raise ValueError(f"to: expected None or a rank of 0 to {ranks - 1}, got {to!r}")
-        if self._group is None:
+        if not self._is_shared():
             return super().state_dict()
         shown, whole = self.state, self._shared().gathered_state(to)
         if to is not None and to != self._shared().rank:
@@ -561,14 +563,14 @@ class DASH(Optimizer):
             certify: compute a certified error of each current root against the current factor (``matroots.certify``), which takes several
                 products in float64; without it there is one only with ``refresh="certified"``.
         """
-        if self._group is not None:
+        if self._is_shared():
             inner = self._known().inner
             return diagnose(inner.built(), inner.state, float(self._skipped), certify=certify)
         return diagnose(self.built(), self.state, float(self._skipped), certify=certify)
 
     def summary(self) -> str:
         """Return a table: for each parameter its path, view and blocks, then the stacks and the memory of the state."""
-        if self._group is None:
+        if not self._is_shared():
             return summarise(self.param_groups, self.built(), self.state, self.geometry_of)
         shared = self._known()
         lines = summarise(self.param_groups, shared.inner.built(), shared.inner.state, self.geometry_of)

@@ -17,9 +17,9 @@ RATES: Final = {
     "adam": (1e-2,),
     "rmsprop": (1e-2,),
     "adagrad": (1e-2, 3e-2, 1e-1),
-    "sgd": (1.0, 3.0, 10.0),
+    "sgd": (0.03, 0.1, 0.3, 1.0),
 }
-UNGRAFTED: Final = {2: (1e-4, 3e-4, 1e-3, 3e-3), 4: (1e-2, 3e-2, 1e-1, 3e-1)}
+UNGRAFTED: Final = {2: (1e-5, 3e-5, 1e-4, 3e-4), 4: (1e-2, 3e-2, 1e-1, 3e-1)}
 BESIDE: Final = 2.5e-3  # AdamW's rate for embeddings, head and norms, the same in all arms: what is compared are the matrices
 EXPONENTS: Final = (2, 4)
 TOLERATED: Final = (0.8, 1.2)
