@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command ``matroots``, also ``python -m matroots``."""
 
 from __future__ import annotations

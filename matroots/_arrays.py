@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arrays in NumPy's files: what is accepted, and a sentence about what is not."""
 
 from __future__ import annotations

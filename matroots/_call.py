@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that users make: ``inv_root``, ``inv_root_ex``, ``root`` and ``root_pair``."""
 
 from __future__ import annotations

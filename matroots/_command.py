@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands share: errors of one line, types of arguments."""
 
 from __future__ import annotations

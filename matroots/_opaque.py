@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roots as single operations, ``torch.ops.matroots.solve``, for whoever traces: torch.compile, torch.export, fake and meta tensors.
 
 What a solver does depends on values, which a tracer does not have; so the graph has one node for the whole call, whatever the method. Everything that a call

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a solve returns: the root, and per member what happened on the way to it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command inv-root: what it writes against numpy, what it refuses to write, and files that are there whole or not at all."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is shipped: wheel and sdist, an installation without extras, and what importing the packages takes."""
 
 from __future__ import annotations
@@ -169,3 +170,15 @@ def test_the_policy_names_the_versions_that_pip_is_told() -> None:
     python = re.findall(r'^requires-python = ">=([\d.]+)"', project, re.M)
     told = re.findall(r'"(torch|numpy|scipy)>=([\d.]+)"', project)
     assert sorted(stated) == sorted([("Python", *python), *told])
+
+
+def test_every_source_file_names_its_license() -> None:
+    without = []
+    for path in (
+        path for folder in (*PACKAGES, "tests", "examples", "benchmarks") for path in files_in(ROOT / folder)
+    ):
+        if path.suffix in (".py", ".sh"):
+            lines = path.read_text().splitlines()
+            if lines[lines[0].startswith("#!")] != "# SPDX-License-Identifier: Apache-2.0":
+                without.append(path.relative_to(ROOT))
+    assert not without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints survive a kill at every moment, a full disk and damaged files, and give back every bit."""
 
 from __future__ import annotations

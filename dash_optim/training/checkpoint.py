@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of which one whole is always there, whenever the process is killed.
 
 A checkpoint is what ``torch.save`` writes, with a seal as the comment at the end of the zip archive: the step, and the SHA-256 of all bytes

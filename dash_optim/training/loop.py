@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop: one job in one folder, from wherever it was left.
 
 A folder holds ``job.json`` (the settings), ``metrics.jsonl`` and ``metrics.csv``, checkpoints, and when the run has ended or was stopped ``result.json``. The batch of a step depends on the

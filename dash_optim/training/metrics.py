@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers of a run, a line of JSON for each record: a kill loses at most the line that is being written.
 
 Floats come back bit for bit (``repr``). JSON has no NaN and no infinities: they are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chebyshev series of ``x^{-1/p}`` on ``[floor, 1]`` (DASH, arXiv:2602.02016), evaluated by baby steps and giant steps.
 
 ``x^{-1/p} ~ sum_k c_k T_k(t)`` with ``t(x) = (2 x - 1 - f)/(1 - f)`` takes about ``2 sqrt(d)`` products for degree d. Outside the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Best rational approximation of ``x^{-1/p}``, any real p >= 1: a sum of inverses of shifted matrices.
 
 ``x^{-a} ~ r(x) = c + sum_j w_j / (x + s_j)`` with positive c, w_j, s_j, so that ``A^{-1/p} ~ c I + sum_j w_j (A + s_j I)^{-1}``

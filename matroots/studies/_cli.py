@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line of the studies: ``python -m matroots study``."""
 
 from __future__ import annotations

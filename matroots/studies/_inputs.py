@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices from files: what is accepted, and a sentence about what is not."""
 
 from __future__ import annotations

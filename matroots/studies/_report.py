@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a study leaves behind: tables on the terminal, and a folder with CSV, Markdown and PNG files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Record real Shampoo preconditioner factors from a small language model.
 
 The accuracy study runs on the file this script writes. It trains a byte-level
