@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many roots a certified refresh saves at equal loss: a training run under several tolerances, beside refreshing every step and every ten.
 
 A byte-level model on the English text that ships with Python, 0.9M parameters or (``--model large``) the 6.7M of ``dash_step.py``, 300 steps at a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stacking gains: a step with refresh of 256 blocks of 64 x 64 in one stack, layer by layer, and one by one.
 
 Run it as ``python benchmarks/dash_stacking.py``. Roots by ten-step Newton-Denman-Beavers, refreshed every step; the three take turns.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time of an optimizer step on a 6.7M-parameter language model, its root refreshed every step: DASH beside AdamW and the preconditioned peers.
 
 Width 256, 4 layers, SwiGLU of 1792, bytes of the English text that ships with Python; the gradients are recorded from real training

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # The bench on a CUDA device, within eight minutes: fp32 input, and products with half-precision operands.
 #
 #   bash benchmarks/gpu.sh [FOLDER]           results in FOLDER, else $OUT, else matroots-bench-gpu

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a backward pass costs beside its forward pass, for every method, and beside torch's own gradient through ``eigh``.
 
 ``python benchmarks/gradients.py [--sizes 64 128 256 512] [--rounds 5]``: float32, p = 2 and 4, condition number 1e4, as many matrices as make about the same

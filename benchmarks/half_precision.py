@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accuracy per cost of half-precision products: the formats that `matmul_dtype` takes, and mixtures of them.
 
 Run as `python benchmarks/half_precision.py [--size N] [--draws N] [--condition C]`. The cost is in products of halves: a split product is

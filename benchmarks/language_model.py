@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A byte-level language model and the text to train it on: what the benchmarks of the optimizer share."""
 
 from __future__ import annotations

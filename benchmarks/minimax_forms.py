@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Composite minimax steps in other forms: what they cost and how accurate they are, for docs/minimax.md.
 
 "M": ``X <- X Q, M <- Q^a M Q^b``, as the library does. "YZ": the two-sided form for square roots, ``E = q(Z Y), Y <- Y E, Z <- E Z``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Time a solve of fixed steps against its matrix products alone: `torch.bmm` with `out=`, as many of the same size.
 
 Run as `python benchmarks/products_alone.py [--threads N]`. The two alternate, so that both see the same machine; the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH: Shampoo on stacked blocks, with certified inverse roots (arXiv:2602.02016), as a ``torch.optim.Optimizer``."""
 
 from dash_optim import grafting

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The constants of the cost model that this machine has, measured in a few seconds."""
 
 from __future__ import annotations

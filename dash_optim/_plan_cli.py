@@ -1,9 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m dash_optim plan``."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -22,7 +22,7 @@ from dash_optim.training import _arguments
 from dash_optim.training.model import PRESETS
 from dash_optim.training.settings import Job, read_job
 from dash_optim.workload import Workload, workload
-from matroots._command import InputError, MissingExtraError, Parser, unique
+from matroots._command import InputError, MissingExtraError, Parser, positive, unique
 
 _MOST_RANKS: Final = 2**17
 _LARGEST: Final = 1024  # side of the matrices that are measured
@@ -80,7 +80,7 @@ def _parser() -> Parser:
     for field in fields(Machine):
         made.add_argument(
             f"--{field.name.replace('_', '-')}",
-            type=_positive,
+            type=positive,
             default=field.default,
             metavar="X",
             help=f"{_CONSTANTS[field.name]} (default: %(default)g)",
@@ -93,16 +93,6 @@ def _ranks(text: str) -> int:
         hint = "; settings come before --world" if "=" in text or text.endswith((".yaml", ".yml")) else ""
         raise argparse.ArgumentTypeError(f"expected an integer from 1 to {_MOST_RANKS}, got {text!r}{hint}")
     return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a finite number > 0, got {text!r}")
-    return number
 
 
 def _settings(texts: Sequence[str]) -> dict[str, Any]:

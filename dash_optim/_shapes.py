@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models by name or file, as the parameter groups of a DASH that has no memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """AdamW by torch's fused kernel, for parameters that are not preconditioned: averages in float32 (float64) whatever the parameter's dtype."""
 
 from __future__ import annotations

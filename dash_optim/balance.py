@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which rank of a distributed optimizer owns what: items of known cost, spread so that the busiest rank has as little as possible to do.
 
 An item is what one rank owns whole: a block with its factors, roots and averages, or a slice of a parameter that AdamW updates. Everything here is a pure function of

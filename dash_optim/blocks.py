@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Geometry: how a parameter is seen as a matrix or tensor, and cut into blocks.
 
 Every dimension of the view is cut into pieces of ``block_size`` and a rest; a block is a product of pieces. The blocks of one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which way a parameter takes, and what is refused: parameters, flags and checkpoints that the options cannot serve."""
 
 from __future__ import annotations

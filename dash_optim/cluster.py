@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How long a step of DASH takes on the ranks of a cluster, and what they keep and send (docs/planning.md).
 
 Counted from shapes: blocks, operations, bytes of state, bytes that are sent. Estimated from those and a `Machine`: seconds.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer from a mapping, as it comes from YAML: ``optimizer: {type: dash, block_size: 1024, update_freq: 1}``.
 
 Names are those of the Python keywords. An unknown one is refused, with the nearest that is known.

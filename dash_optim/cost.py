@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Operations that a block costs: what plans count, and what ranks are balanced by.
 
 An operation is one of a product, ``2 a b c`` for ``(a, b)`` times ``(b, c)``; what is done element by element is not counted but for AdamW's elements, which

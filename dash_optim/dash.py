@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer: what happens in a step, and where its state lives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an optimizer can say about itself: the state of every block, and which way each parameter takes."""
 
 from __future__ import annotations

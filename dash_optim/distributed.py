@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer on several ranks: each owns some blocks, is brought their gradients, and sends back their steps.
 
 `Sharing` gives each block one owner (:mod:`dash_optim.balance`). The owner's blocks are an optimizer of their own, a plain `DASH` over *proxies*: tensors of zeros that after

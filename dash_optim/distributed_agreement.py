@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all ranks have to know before a step: one vector of numbers, of which every rank sees the largest.
 
 Whatever decides about a collective comes from here, never from what one rank alone knows.

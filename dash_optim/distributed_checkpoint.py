@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """State that is spread over ranks, as checkpoints see it: tensors of which each rank has some pieces.
 
 A rank keeps averages, factors and roots of the blocks that it owns. In a ``state_dict`` they are `Pieces`: a tensor of the size that a single process would have, with the pieces

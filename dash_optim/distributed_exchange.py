@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What travels between owners and holders: gradients one way, steps the other, each flat and by one collective.
 
 Steps of parameters that every rank has whole are one message of each owner to all. Rows of sharded parameters go from each rank to each other

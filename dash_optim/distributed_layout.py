@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who holds and who owns what: the rows of each parameter that a rank has, and the blocks that it updates.
 
 Every rank computes the same layout from shapes and options alone. A rank owns *parts*: some blocks of one shape of one parameter, or rows that AdamW updates.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of an optimizer whose work is shared: as a checkpoint shows it, as it is taken from one, and what there is on each rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step asks of its gradients before anything is changed: that they are dense, finite, and that their squares are."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grafting: the length of each update is that of another method's, which also leads until preconditioning starts.
 
 Shampoo says where to go, the grafted method how far: ``U <- U ||D|| / ||U||``, with D the step that the other method would take,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a parameter is called in tables and in messages."""
 
 from __future__ import annotations

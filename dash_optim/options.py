@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The options of a parameter group: what each may be, as plain values that a checkpoint can hold, and as a `Recipe`.
 
 A group holds only numbers, strings, dtypes and mappings of them, so that ``torch.load(..., weights_only=True)`` takes its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What an optimizer would keep and compute at each block size, before any of it is allocated.
 
 The state is the one that `DASH` itself makes, on torch's meta device: shapes without memory. Operations are those of products, ``2 a b c`` for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer over tensors that stand for parts of parameters: what one rank of several does by itself."""
 
 from __future__ import annotations

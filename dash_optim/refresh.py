@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which roots are computed in a step, and what becomes of them.
 
 Three schedules: one ``update_freq``-th of the blocks each step ("staggered"), all every ``update_freq`` steps ("interval"), or where a certificate of

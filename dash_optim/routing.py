@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which parameters of a model are preconditioned, and which are not: what experience says, written into parameter groups."""
 
 from __future__ import annotations

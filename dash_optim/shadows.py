@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A model's parameters without their memory: tensors on torch's meta device, in the groups that an optimizer would be given."""
 
 from __future__ import annotations

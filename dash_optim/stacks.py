@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stacks: the blocks of one shape, of all parameters of a device, as tensors with one more dimension.
 
 A `Stack` owns the averages, factors and roots of its blocks; what stands in ``optimizer.state`` are views into them, one for each

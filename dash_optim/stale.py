@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How wrong an old root has become: two-sided bounds on the root in use, against the factor as it is now.
 
 Let ``A = F/c + eps I`` be the damped, corrected factor and ``S = X^{a/2} A^b X^{a/2}``, ``p = a/b``. If ``alpha I <= S <= beta I`` then

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A step of one stack: gradients in, averages and factors brought up to date, directions out, parameters written.
 
 Everything here works on a `Chunk` of blocks at a time: that bounds the workspace, and on CPUs keeps it in the cache.

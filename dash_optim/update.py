@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mathematics of a step, as functions on stacked blocks: factors, preconditioned direction, grafting.
 
 Shampoo (Gupta, Koren, Singer, ICML 2018) for blocks ``G`` of shape ``(d_1, ..., d_k)``, with ``G_(i)`` the unfolding along dimension i:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DASH keeps and computes, item by item, from shapes alone.
 
 State is counted by formula, which tests hold against the state of real optimizers, so that the 405B parameters of a model take seconds and no memory.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH with Hugging Face accelerate: ``torchrun --nproc-per-node 2 examples/accelerate_ddp.py``, or ``accelerate launch``."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH with Hugging Face accelerate in one process: ``python examples/accelerate_single.py``."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Go on from a checkpoint with another number of processes, or in another way.
 
 ``torchrun --nproc-per-node 2 examples/checkpoint_across_world_sizes.py`` takes ten steps and saves; ``torchrun --nproc-per-node 3 ... --way fsdp2`` takes the next ten.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH with DistributedDataParallel: ``torchrun --nproc-per-node 2 examples/ddp.py``."""
 
 import os

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH with fully_shard (FSDP2): ``torchrun --nproc-per-node 2 examples/fsdp2.py``."""
 
 import os

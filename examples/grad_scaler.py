@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH with autocast and a gradient scaler: ``python examples/grad_scaler.py``; ``--dtype bfloat16`` needs no scaler."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH with Lightning: ``torchrun --nproc-per-node 2 examples/lightning_ddp.py``."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH with Lightning in one process: ``python examples/lightning_single.py``."""
 
 import argparse

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What DASH says about itself, logged: ``python examples/log_diagnostics.py``, or ``--to wandb``."""
 
 import argparse

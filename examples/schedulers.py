@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH with torch's schedulers of the learning rate: ``python examples/schedulers.py``."""
 
 from collections.abc import Callable

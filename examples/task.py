@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the examples train: a small classifier on numbers that follow from a seed. Put your own model and data here."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH by name from timm's optimizer factory: ``python examples/timm_factory.py``."""
 
 from functools import partial

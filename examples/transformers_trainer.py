@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH with the Trainer of Hugging Face transformers: ``python examples/transformers_trainer.py``."""
 
 import argparse

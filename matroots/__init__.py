@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Inverse p-th roots of batches of symmetric positive definite matrices, with proven error bounds."""
 
 from matroots._call import inv_root, inv_root_ex, root, root_pair

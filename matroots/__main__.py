@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command ``matroots``, also ``python -m matroots``."""
 
 from __future__ import annotations
@@ -8,6 +9,10 @@ from collections.abc import Sequence
 from matroots._command import run
 
 COMMANDS = {
+    "inv-root": (
+        "matroots._inv_root_cli",
+        "inverse roots of the matrices in a NumPy file, certified if asked",
+    ),
     "study": ("matroots.studies._cli", "measure accuracy, convergence, transfer functions and scalings"),
     "bench": ("matroots.bench._cli", "measure accuracy against time, beside other people's routines"),
 }

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks of what users pass in. Each error names the argument, what was expected and what it was."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Method "auto": the cheapest method that reaches the tolerance, and float64 eigendecomposition for members that it does not serve.
 
 The error of every method is modelled as what it is designed for plus rounding (:mod:`matroots._rounding`). The first choice is made for a

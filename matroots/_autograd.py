@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roots in torch's graphs: backward, forward mode, and the transforms of torch.func.
 
 A root is a function of the damped symmetric matrix ``B = (A + A^H)/2 + eps(A) I``. `Solve` hands the values through the solver and knows the derivative

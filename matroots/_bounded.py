@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices with bounds on their rounding errors: what makes a computed bound a proven one. All in float64."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls that users make: ``inv_root``, ``inv_root_ex``, ``root`` and ``root_pair``."""
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from matroots._certificate import certify as certify_root
 from matroots._hermitian import COMPLEX_DTYPES, complex_form, real_form
 from matroots._opaque import powers
 from matroots._options import Keywords, Options, resolve_options
-from matroots._result import InvRoot, RootError, RootWarning, Status, advise, member_name
+from matroots._result import (
+    InvRoot,
+    RootError,
+    RootWarning,
+    Status,
+    advise,
+    failure,
+    members_by_status,
+    sentence,
+)
 from matroots._solve import solve
 from matroots.scaling import Scaling
 from matroots.solvers import EVD, Solver
@@ -30,8 +40,6 @@ from matroots.solvers._problem import Want
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_NAMES_SHOWN = 8
 
 
 def inv_root_ex(
@@ -316,29 +324,18 @@ def _with_certificate(A: Tensor, result: InvRoot, options: Options) -> InvRoot:
 
 def _raise_or_warn(result: InvRoot, p: float) -> None:
     """Raise for members without a usable root, else warn once for those that are less accurate than asked for."""
-    codes = result.status.flatten().tolist()
-    kinds = [Status(code) for code in sorted(set(codes))]
-    batch = tuple(result.status.shape)
-    members = {kind: [i for i, code in enumerate(codes) if code == kind] for kind in kinds}
-    failed = [kind for kind in kinds if kind.failed]
-    if failed:
-        text = "; ".join(_sentence(kind, members[kind], batch, kind.advice) for kind in failed)
-        raise RootError(f"no usable root for {text}", result.status)
-    late = [kind for kind in kinds if kind != Status.CONVERGED]
+    problem = failure(result)
+    if problem:
+        raise RootError(problem, result.status)
+    members, batch = members_by_status(result), tuple(result.status.shape)
+    late = [kind for kind in members if kind != Status.CONVERGED]
     if late:
         advice = (
-            _sentence(kind, members[kind], batch, advise(result, members[kind], kind, p)) for kind in late
+            sentence(kind, members[kind], batch, advise(result, members[kind], kind, p)) for kind in late
         )
         warnings.warn(
             "root less accurate than asked for: " + "; ".join(advice), RootWarning, stacklevel=_user_level()
         )
-
-
-def _sentence(kind: Status, members: list[int], batch: tuple[int, ...], advice: str) -> str:
-    names = ", ".join(member_name(i, batch) for i in members[:_NAMES_SHOWN])
-    more = f" and {len(members) - _NAMES_SHOWN} more" if len(members) > _NAMES_SHOWN else ""
-    who = f"members {names}{more} of batch {batch}" if batch else "the matrix"
-    return f"{who} ({kind.name}: {advice})"
 
 
 def _user_level() -> int:

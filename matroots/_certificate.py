@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proven bounds on the error of any X that is offered as ``A^{-1/p}``.
 
 The two theorems used, with their proofs, are in ``docs/certificate.md``. For ``p = a/b``, A and X positive definite, let S be the

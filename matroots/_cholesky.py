@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Batched Cholesky factors and their inverses by recursion, so that nearly all of the work is products of batches.
 
 LAPACK factors one small matrix after the other and leaves most of a CPU, or of an accelerator, idle. Here a matrix is halved

@@ -1,8 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the commands share: errors of one line, types of arguments."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -50,11 +52,12 @@ def run(who: str, what: str, commands: Mapping[str, tuple[str, str]], argv: Sequ
     name, *arguments = argv or [""]
     if name in commands:
         return cast(int, import_module(commands[name][0]).main(arguments))
+    width = max(map(len, commands)) + 2
     parser = Parser(
         prog=who,
         usage=f"{who} COMMAND [options]",
         description=f"{what}\n\ncommands:\n"
-        + "\n".join(f"  {command:<8}{line}" for command, (_, line) in commands.items()),
+        + "\n".join(f"  {command:<{width}}{line}" for command, (_, line) in commands.items()),
         epilog=f"{who} COMMAND --help lists the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -82,11 +85,42 @@ def count(text: str) -> int:
     return int(text)
 
 
+def whole(text: str) -> int:
+    """Read an integer of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer >= 1, got {text!r}")
+    return int(text)
+
+
 def seed(text: str) -> int:
     """Read a seed of a random generator."""
     if not text.isdecimal() or int(text) >= 2**63 - 1000:
         raise argparse.ArgumentTypeError(f"expected an integer >= 0, got {text!r}")
     return int(text)
+
+
+def positive(text: str) -> float:
+    """Read a finite number above 0."""
+    value = real(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number > 0, got {text!r}")
+    return value
+
+
+def nonnegative(text: str) -> float:
+    """Read a finite number, 0 or above."""
+    value = real(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number >= 0, got {text!r}")
+    return value
+
+
+def real(text: str) -> float:
+    """Read a number; NaN, which no range holds, where there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def unique(values: Sequence[Item]) -> tuple[Item, ...]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The exponent p of ``A^{-1/p}``: what is accepted, and the cheapest way to raise a matrix to a power."""
 
 from __future__ import annotations

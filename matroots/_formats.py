@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Formats that the operands of a product can be rounded to: half precision, TF32, and sums of two or three halves.
 
 Products of rounded operands are summed in float32, as tensor cores do. A product of two halves (or of two TF32 numbers)

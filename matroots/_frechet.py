@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives of ``f(B) = B^{s/p}``, s = 1 or -1, in the eigenbasis of the root itself.
 
 With ``B = Q diag(l) Q^T`` the first derivative in a direction E is ``Q (D o Q^T E Q) Q^T``, ``D_ij = f[l_i, l_j]`` (Daleckii and Krein; Higham,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The Frechet distance of two normal distributions (of Inception features: FID)."""
 
 from __future__ import annotations

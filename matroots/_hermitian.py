@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Complex Hermitian matrices as real symmetric ones of twice the size.
 
 ``H = S + i K`` with symmetric S and antisymmetric K acts on real and imaginary parts as ``[[S, -K], [K, S]]``: symmetric, with H's eigenvalues, each twice, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Roots as single operations, ``torch.ops.matroots.solve``, for whoever traces: torch.compile, torch.export, fake and meta tensors.
 
 What a solver does depends on values, which a tracer does not have; so the graph has one node for the whole call, whatever the method. Everything that a call
@@ -30,7 +31,6 @@ def traced(A: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(A, FakeTensor) or A.is_meta
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def encoded(p: object, want: Want, certify: bool, strict: bool, **keywords: Any) -> str:
     """Return a call as text: JSON, by names and the fields of solvers and scalings.
 
@@ -43,6 +43,10 @@ def encoded(p: object, want: Want, certify: bool, strict: bool, **keywords: Any)
     number = str(exponent) if isinstance(exponent, Fraction) else exponent
     options = {name: _text_of(name, value) for name, value in keywords.items() if value is not None}
     return json.dumps({"p": number, "want": want, "keywords": options, "certify": certify, "strict": strict})
+
+
+# all that torch.compiler.assume_constant_result does, after it has loaded the compiler, which takes a second
+encoded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def decoded(text: str) -> dict[str, Any]:

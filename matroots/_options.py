@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The keywords of a call: checked against the input and the method, names resolved to instances."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The nearest matrix with orthonormal columns: Loewdin's symmetric orthogonalisation, the unitary polar factor."""
 
 from __future__ import annotations

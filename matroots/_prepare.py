@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From the user's matrix to one that a solver can take: symmetric, of moderate size, damped, proven positive definite.
 
 Every method goes through here, so that damping, symmetry and definiteness mean the same for all.

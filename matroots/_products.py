@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of batches of matrices: the one operation that every iteration spends its time in."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a solve returns: the root, and per member what happened on the way to it."""
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ else:
     from torch.linalg import LinAlgError
 
 _ROWS_SHOWN = 32
+_NAMES_SHOWN = 8
 
 
 class Status(IntEnum):
@@ -161,6 +163,32 @@ def member_name(index: int, batch: tuple[int, ...]) -> str:
         index, remainder = divmod(index, size)
         position.append(str(remainder))
     return f"[{', '.join(reversed(position))}]"
+
+
+def members_named(members: list[int], batch: tuple[int, ...]) -> str:
+    """Return these members of a flattened batch in words, the first few by name."""
+    names = ", ".join(member_name(i, batch) for i in members[:_NAMES_SHOWN])
+    more = f" and {len(members) - _NAMES_SHOWN} more" if len(members) > _NAMES_SHOWN else ""
+    return f"members {names}{more} of batch {batch}" if batch else "the matrix"
+
+
+def members_by_status(result: InvRoot) -> dict[Status, list[int]]:
+    """Return the members of the flattened batch that ended in each status that occurs, best status first."""
+    codes = result.status.flatten().tolist()
+    return {Status(kind): [i for i, code in enumerate(codes) if code == kind] for kind in sorted(set(codes))}
+
+
+def sentence(kind: Status, members: list[int], batch: tuple[int, ...], advice: str) -> str:
+    """Return members with their status and the advice for it."""
+    return f"{members_named(members, batch)} ({kind.name}: {advice})"
+
+
+def failure(result: InvRoot) -> str:
+    """Return which members have no usable root, and why; an empty string if all have one."""
+    batch = tuple(result.status.shape)
+    failed = {kind: members for kind, members in members_by_status(result).items() if kind.failed}
+    reasons = [sentence(kind, members, batch, kind.advice) for kind, members in failed.items()]
+    return f"no usable root for {'; '.join(reasons)}" if reasons else ""
 
 
 def advise(result: InvRoot, members: list[int], status: Status, p: float | None = None) -> str:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What rounding leaves of the relative error of an inverse root: a model for each method, and the condition number it needs.
 
 Rounding moves the smallest eigenvalue by ``c u`` times the largest, c a little above ``sqrt(n)`` where many eigenvalues are as small (the norm of a

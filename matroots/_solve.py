@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A solve in chunks: prepare, scale, solve, and bring the answer back to the user's units and dtype."""
 
 from __future__ import annotations

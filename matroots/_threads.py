@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks of a batch solved by several threads at once, each of which computes with one.
 
 LAPACK and small products keep one core busy: ``eigh`` of 64 x 64 matrices takes the same time with two threads as with one. Halves of a batch

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A Triton kernel for products that are symmetric: tiles on and below the diagonal, each written to both places.
 
 Imported where a product runs on CUDA and Triton is there, and nowhere else. T tiles a side take ``(1 + 1/T)/2`` of the work of a whole product.

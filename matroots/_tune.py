@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each method costs on a machine: the model that method "auto" chooses by, and `tune`, which measures it.
 
 Without a measurement, fixed figures serve (two cores of a x86 CPU): the choice, and with it the result, is then the same on every

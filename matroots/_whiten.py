@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whitening: data whose covariance is the identity."""
 
 from __future__ import annotations

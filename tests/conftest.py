@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Set-up shared by all tests."""
 
 from __future__ import annotations

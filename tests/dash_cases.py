@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Problems for the optimizer, and the ways to run one: the NumPy reference, the optimizer under test, one of torch's."""
 
 from __future__ import annotations

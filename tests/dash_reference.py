@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DASH in plain NumPy and fp64, by loops over parameters, blocks and dimensions: what the optimizer is compared with.
 
 Nothing is shared with the library: roots come from ``numpy.linalg.eigh``, products from ``numpy.tensordot``.

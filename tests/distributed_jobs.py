@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Models, data and wrappers for the tests on several ranks, and the same training on one."""
 
 from __future__ import annotations

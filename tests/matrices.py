@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Test matrices of known spectrum, and roots computed independently of the library."""
 
 from __future__ import annotations

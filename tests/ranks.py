@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a function on several ranks, in processes of its own, and never waits longer than it is told."""
 
 from __future__ import annotations

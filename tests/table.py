@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The table that drives the tests: one row per solver. A new solver is tested everywhere by adding a row."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accuracy against scipy, mpmath and closed forms; the references are validated against each other first."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whitening, orthogonalisation and the Frechet distance, against numpy, scipy, closed forms, and scikit-learn where it is installed."""
 
 from __future__ import annotations

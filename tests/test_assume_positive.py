@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``assume_positive``: the proof is left out, and nothing else."""
 
 import pytest

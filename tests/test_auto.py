@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Method "auto": its promise on random draws, what it chooses by, and the measured costs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every element has one owner, loads add up, and the largest is within what theorems and exhaustive search say it can be."""
 
 from __future__ import annotations

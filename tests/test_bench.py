@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bench: what it measures against independent values, how it shares time, and what it says about what it leaves out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults that users of such software have reported, each as its whole kind: other methods, scalings, orders, dtypes, shapes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The certificate against truth that is known more accurately than the bound claims."""
 
 from __future__ import annotations

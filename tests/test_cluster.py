@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is planned for a cluster is what optimizers really keep, what is counted element by element, and what the formulas give by hand."""
 
 from __future__ import annotations

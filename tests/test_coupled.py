@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop of the coupled iterations, driven by scripted residuals: who stops when, with which iterate and which count."""
 
 from __future__ import annotations

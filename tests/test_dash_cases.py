@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Faults that users of such optimizers have reported, each as its whole kind; what belongs to torch's contract is in test_dash_contract."""
 
 from __future__ import annotations

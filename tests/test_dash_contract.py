@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every optimizer of torch.optim does: checkpoints, hooks, schedulers, groups; and what this one promises of its roots and its cost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps that can be worked out on paper, and symmetries: for the NumPy reference and for the optimizer alike."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizer against its reference in plain NumPy, every parameter after every step; the reference against torch."""
 
 from __future__ import annotations

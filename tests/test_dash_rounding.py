@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model of rounding behind certified refreshes: a product with a vector errs by a few ``u ||w|| ||M||_2``."""
 
 import pytest

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several ranks do what one process does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The state of several ranks can be saved, and any number of ranks can go on from it."""
 
 from __future__ import annotations

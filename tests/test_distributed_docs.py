@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The examples run, the page quotes them, and what it says about checkpoints holds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that differ, fail or die: nobody waits for ever, and everybody knows what happened."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every element has one owner and reaches all holders; the work, the state and the traffic are shared as promised."""
 
 from __future__ import annotations

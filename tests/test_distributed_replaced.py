@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters that are sharded, moved or replaced after the optimizer was made, as accelerate does."""
 
 from __future__ import annotations

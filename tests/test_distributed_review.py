@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a search for weak places has found: schedules and mistakes that the other tests do not have."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Derivatives of roots, against finite differences, closed forms, Sylvester equations and 50-digit arithmetic; and torch's transforms."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Half precision: operands are rounded exactly as told, split products are as accurate as derived, and nothing turns NaN."""
 
 from __future__ import annotations

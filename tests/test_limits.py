@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """At the edges of what the arithmetic allows: nothing may explode, mislead or leave a trace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The minimax schedules against linear programming, exhaustive search and what Newton's iterations cost."""
 
 from __future__ import annotations

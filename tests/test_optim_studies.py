@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The studies of the optimizer: their arithmetic against scipy and closed forms, and every arm of each as a job that can be run."""
 
 from __future__ import annotations

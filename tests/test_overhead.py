@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What one more step costs, read off the operations themselves: products with `out=` and nothing of their size beside them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is planned is what a real optimizer then allocates and computes: measured on its state, and by torch's own counter of operations."""
 
 from __future__ import annotations

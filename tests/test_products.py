@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost: matrix products counted where torch dispatches them, and what must not happen inside a fixed solve."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Properties that hold for every matrix: drawn are size, batch shape, spectrum, order, dtype and method."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Best rational approximants against mpmath, batched inverse factors against numpy, and what the solver claims of its roots."""
 
 from __future__ import annotations

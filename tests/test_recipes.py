@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The recipes run with the real packages, docs/recipes.md quotes them, and each does what the page says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script behind the default input: what it records are Shampoo factors, the same ones on every run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Baby steps and giant steps of a Chebyshev series against sums of its terms, Clenshaw's recurrence and mpmath."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A root with a wrong sign is never returned, however ill-conditioned the input is for the precision."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The studies, run in-process: what their files say, and what they say about files they cannot use."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Products of commuting symmetric matrices: one triangle is computed and mirrored, and no accuracy is lost by it."""
 
 from __future__ import annotations

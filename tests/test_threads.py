@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chunks in several threads: the same answers, and torch's settings left as they were."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One model on several ranks: what they compute, what is left when they are stopped, killed or fail, and torchrun itself.
 
 Most ranks here are forks of this process with torchrun's variables: a new interpreter takes seconds to import torch. Those of torchrun are few.

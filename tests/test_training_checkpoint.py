@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints survive a kill at every moment, a full disk and damaged files, and give back every bit."""
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from dash_optim import DASH
-from dash_optim.training import _files
 from dash_optim.training import checkpoint as ck
 from dash_optim.training.checkpoint import CheckpointError, CheckpointWarning, exclusive, latest, save
+from matroots import _files
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many runs: comparisons and sweeps hold what the runs say, each contestant has a folder of its own, and nothing is run twice or for nothing."""
 
 from __future__ import annotations

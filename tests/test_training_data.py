@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a model is trained on: no passage in both parts, windows that are slices, files that are what they say."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training jobs: what a step computes, against loops written out here; what is left by kills, signals, and settings that cannot be."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metrics: every number comes back, a kill costs at most one line, and a resumed run has each step once."""
 
 from __future__ import annotations

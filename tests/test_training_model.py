@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The language model: against a NumPy version of the formulas, and identities of its parts."""
 
 import math

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Schedules against closed forms; settings: what is accepted, what is refused, and with which words."""
 
 import math

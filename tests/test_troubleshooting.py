@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Each trouble of docs/troubleshooting.md is provoked, seen in the number that the page names, and cured by the change that it advises."""
 
 from __future__ import annotations

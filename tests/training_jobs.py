@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small training jobs for tests, run in this process or in a fork of it that may be killed: a new interpreter takes seconds to import torch."""
 
 from __future__ import annotations

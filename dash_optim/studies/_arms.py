@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all studies share: arms (settings that are compared), their runs over seeds, and differences with their standard errors."""
 
 from __future__ import annotations

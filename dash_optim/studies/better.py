@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Is it better? DASH beside AdamW, Muon, SOAP and ScalableShampoo, each at its own best learning rate.
 
 Every optimizer is swept over learning rates with the first seed. Then the best of each is run with every seed, one at a time, so that seconds can be compared. And DASH is

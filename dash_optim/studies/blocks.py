@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block size, scaling and the precision of products: loss and time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressibility: outliers in weights and activations after training, and what rounding the weights to int8 and int4 costs.
 
 A weight matrix is rounded to nearest in each row, with the scale ``max |w| / (2^{bits-1} - 1)`` of the row (symmetric, no calibration). Kurtosis is that of the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accuracy or filter? What the inverse root of a factor should be for training, and whether it matters how exactly it is computed.
 
 A root computed by too few Newton steps is a filter on the spectrum that is not ``x^{-1/p}``. If it trains better than the exact root, the question is whether the error is the

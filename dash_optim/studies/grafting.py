@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Grafting: whose length an update has, how far that is from Shampoo's own, layer by layer, and what training does without it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does staleness cost? Roots on a calendar, staggered, and where a certificate asks for them: loss, roots computed, time."""
 
 from __future__ import annotations

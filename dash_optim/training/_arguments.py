@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The arguments that the commands share: settings from a YAML file and from ``section.key=value``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A value and the memory of its tensors apart, so that neither is copied to be sent."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``python -m dash_optim train``."""
 
 from __future__ import annotations

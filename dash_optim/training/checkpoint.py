@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of which one whole is always there, whenever the process is killed.
 
 A checkpoint is what ``torch.save`` writes, with a seal as the comment at the end of the zip archive: the step, and the SHA-256 of all bytes
@@ -24,7 +25,7 @@ from typing import Any, BinaryIO, Final
 
 import torch
 
-from dash_optim.training._files import make_folder, replacement, sweep, try_lock
+from matroots._files import make_folder, replacement, sweep, try_lock
 
 INDEX: Final = "checkpoints.json"
 LOCK: Final = ".lock"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Optimizers beside one another: the same model, data and seeds, loss against steps and against seconds."""
 
 from __future__ import annotations

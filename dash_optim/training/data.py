@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a language model is trained on: text as bytes, or tokens as nanoGPT and llm-baselines store them.
 
 Batches are drawn by a hash of (seed, step) and nothing else, so that a resumed run needs no state and continues exactly, and what a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a file is, from its first and last bytes: files that are not what their name says are refused by what they look like."""
 
 from __future__ import annotations

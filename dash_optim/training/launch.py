@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How several ranks come to be: torchrun starts a process for each, and says in their environment which of how many each is.
 
 They end together too. A rank that fails says why, in one line, and ends; the others notice that it has gone, or are told by torchrun, and end in silence.

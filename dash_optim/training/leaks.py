@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Passages that stand in two parts of a text, and the text without them.
 
 A *window* is ``WINDOW`` consecutive bytes. Two parts share a passage if they share a window, at whatever place in each. Windows are

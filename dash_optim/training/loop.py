@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The training loop: one job in one folder, from wherever it was left.
 
 A folder holds ``job.json`` (the settings), ``metrics.jsonl`` and ``metrics.csv``, checkpoints, and when the run has ended or was stopped ``result.json``. The batch of a step depends on the
@@ -15,7 +16,6 @@ from typing import Any, Final
 import torch
 
 from dash_optim.training import checkpoint
-from dash_optim.training._files import sweep
 from dash_optim.training.checkpoint import exclusive, latest, save
 from dash_optim.training.data import Corpus, load_corpus
 from dash_optim.training.metrics import CSV, JSONL, TENSORBOARD, MetricsWriter, summary_writer
@@ -28,6 +28,7 @@ from dash_optim.training.run import Run, other_data, refuse_other
 from dash_optim.training.settings import Data, Job, differences, read_job
 from dash_optim.training.stop import Stop, Stopped
 from matroots._command import InputError
+from matroots._files import sweep
 from matroots._threads import torch_threads
 
 JOB: Final = "job.json"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The numbers of a run, a line of JSON for each record: a kill loses at most the line that is being written.
 
 Floats come back bit for bit (``repr``). JSON has no NaN and no infinities: they are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``
@@ -15,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from dash_optim.training._files import make_folder, replacement, sweep
 from matroots._command import InputError, MissingExtraError
+from matroots._files import make_folder, replacement, sweep
 
 JSONL: Final = "metrics.jsonl"
 CSV: Final = "metrics.csv"

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A decoder-only language model in the style of Llama: RMSNorm, rotary positions, SwiGLU, on torch's own attention.
 
 Touvron et al., arXiv:2302.13971; rotary positions: Su et al., arXiv:2104.09864; SwiGLU: Shazeer, arXiv:2002.05202.

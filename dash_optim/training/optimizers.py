@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The optimizers of a job: which parameters go where, and one handle for all of them.
 
 DASH takes its groups from :func:`dash_optim.param_groups`. Muon is made for matrices: embeddings, head and vectors get an AdamW beside it, at

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What came of a run, and the file that keeps it."""
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dash_optim.training._files import replacement
 from dash_optim.training.metrics import decoded, encoded
 from matroots._command import InputError
+from matroots._files import replacement
 
 RESULT: Final = "result.json"
 PARTS: Final = ("forward", "backward", "optimizer")

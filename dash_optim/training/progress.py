@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a running job shows: a bar on a terminal, else a line at each look at the held-out text."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The ranks of one job: what each of them does for itself, and what all decide together.
 
 They train one model: DistributedDataParallel averages their gradients, DASH shares its work over them (``process_group``). The first alone reads and writes the job's folder. Whatever

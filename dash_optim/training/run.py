@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One run: the model, the optimizers and whatever else changes while a job is done, and the steps that change it.
 
 The batch of a step depends on the seed and the step alone. Several ranks (:mod:`.ranks`) each have a `Run` and do the same with it; what they measure is one number for all.

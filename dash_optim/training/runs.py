@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many jobs: one after another, or several at a time in processes of their own; those that are finished already are not run again."""
 
 from __future__ import annotations

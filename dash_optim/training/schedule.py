@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Learning-rate schedules: what the peak rate is multiplied by in each step."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The settings of a training job: what a YAML file and the command line may say, checked before anything is started.
 
 A job has the sections ``model``, ``data``, ``optimizer``, ``schedule``, ``training`` and ``logging``. Every key has a default; an unknown one is refused with the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ctrl-C and termination signals: a run ends after its step, with a checkpoint."""
 
 from __future__ import annotations

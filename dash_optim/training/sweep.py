@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A grid of learning rates by seeds, for several contestants, each judged at its own best."""
 
 from __future__ import annotations

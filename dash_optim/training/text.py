@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Text to train on and text held out, of which no passage stands in both.
 
 Text repeats itself: help topics quote one another, files share licenses. A model that has read a passage in training predicts it

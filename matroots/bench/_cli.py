@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line of the bench: ``python -m matroots bench``."""
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from matroots._command import InputError, Parser, count, exponent, guarded, seed, unique
+from matroots._command import InputError, Parser, count, exponent, guarded, positive, real, seed, unique
 from matroots._products import HALF_DTYPES
 from matroots._threads import torch_threads
 from matroots.bench._contestants import METHODS, Contestant, others, ours
@@ -140,7 +141,7 @@ def _add_grid(bench: argparse.ArgumentParser) -> None:
         **several,
     )
     bench.add_argument(
-        "--megabytes", type=_positive, metavar="MB", help=f"of a batch (default: {FULL['megabytes']:g})"
+        "--megabytes", type=positive, metavar="MB", help=f"of a batch (default: {FULL['megabytes']:g})"
     )
 
 
@@ -171,14 +172,14 @@ def _add_conduct(bench: argparse.ArgumentParser) -> None:
     bench.add_argument("--threads", type=count, help="of torch (default: as torch chooses; --quick: 1)")
     bench.add_argument(
         "--budget",
-        type=_positive,
+        type=positive,
         metavar="SECONDS",
         help="for the repeated runs of a cell; what would take longer in one call is skipped and listed"
         f" (default: {FULL['budget']:g})",
     )
     bench.add_argument(
         "--limit",
-        type=_positive,
+        type=positive,
         default=math.inf,
         metavar="SECONDS",
         help="after which no further cell is started (default: none)",
@@ -201,21 +202,7 @@ def _size(text: str) -> int:
 
 
 def _condition(text: str) -> float:
-    value = _number(text)
+    value = real(text)
     if not 1 < value <= 1e12:
         raise argparse.ArgumentTypeError(f"expected a number above 1 and up to 1e12, got {text!r}")
     return value
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a finite number > 0, got {text!r}")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Who takes part: every solver of this package and variants of some, the papers' formulas, and other people's routines.
 
 A new solver takes part by being in ``SOLVERS``; a variant, a formula or a peer is one row of a table here.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices whose roots are known: log-spaced spectra from 1 down to 1/condition in random orthogonal bases."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the bench reports: the summary against the best peer, all results, what was left out, and the Pareto plots."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The measurement: in each cell every contestant's error, then everyone's time in turn, in units of one ``torch.bmm``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Times that can be compared: all contestants are run in turn, again and again, so that they see the same machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Straight transcriptions of published iterations, as baselines: the papers' formulas, scales and numbers of steps.
 
 They are written to be as fast as the formulas allow (first products with the identity are skipped, the last step

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other people's inverse roots, each as ``call(A, p, condition)`` on a batch ``(b, n, n)``; none needs the condition number."""
 
 from __future__ import annotations

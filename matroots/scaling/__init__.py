@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scalings: how the largest eigenvalue is estimated before an iteration starts. One scaling, one file."""
 
 from __future__ import annotations

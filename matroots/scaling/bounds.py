@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Proven upper bounds on the largest eigenvalue, and how they guard an estimate.
 
 For symmetric A: ``lambda_max <= ||A||_2 <= min(||A||_F, ||A||_inf)``, and for any even power the same applied to

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frobenius scaling: no estimate at all, a proven bound; up to ``sqrt(n)`` too large."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-power iteration: k start vectors iterated at once, the best Rayleigh quotient taken (DASH, arXiv:2602.02016).
 
 A Rayleigh quotient never exceeds ``lambda_max``, so the estimate is multiplied by ``safety`` and guarded by a proven

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Power iteration with one start vector."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Solvers: one method, one file; each a frozen dataclass of options with one pure function."""
 
 from __future__ import annotations

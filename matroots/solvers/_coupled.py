@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The loop that coupled iterations share: when each member stops, and which iterate it gets.
 
 A coupled iteration carries a matrix M that tends to I while X tends to the root. Its residual ``||I - M_j||_F`` is known

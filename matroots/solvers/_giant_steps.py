@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chebyshev series of a matrix in about ``2 sqrt(degree)`` products: baby steps and giant steps in the Chebyshev basis.
 
 Paterson and Stockmeyer's scheme (SIAM J. Comput. 2, 1973) with T_m in place of powers. Baby steps make ``T_1 .. T_k``; the series is

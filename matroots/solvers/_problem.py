@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every solver is given and what it gives back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The best polynomial of its degree for one step of a coupled iteration, by Remez exchange in a Chebyshev basis."""
 
 from __future__ import annotations

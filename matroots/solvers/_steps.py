@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The polynomial of one step, of degree 1, 2, 3, 4 or 8, and its value at a matrix in 0, 1, 2, 2 or 3 products.
 
 In a variable t that maps the interval of the step to [-1, 1]: in powers of m itself the coefficients are a thousand times the value at degree 6,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chebyshev series of ``x^{-1/p}`` on ``[floor, 1]`` (DASH, arXiv:2602.02016), evaluated by baby steps and giant steps.
 
 ``x^{-1/p} ~ sum_k c_k T_k(t)`` with ``t(x) = (2 x - 1 - f)/(1 - f)`` takes about ``2 sqrt(d)`` products for degree d. Outside the
@@ -13,7 +14,6 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.fft import dct
 from torch import Tensor
 
 from matroots._arguments import check_count, check_fraction
@@ -200,6 +200,8 @@ def series(p: float, sign: int, floor: float) -> tuple[float, ...]:
     as bring them down to ``u/64`` are used, at most 8192. Those that stand out of the transform's rounding fix the factor
     of that geometric envelope, and the rest, which are noise, are cut down to it.
     """
+    from scipy.fft import dct  # here: it takes longer to load than all of this package
+
     decay = 2.0 * math.atanh(math.sqrt(floor))
     needed = 2.0 * math.log(64.0 / _U) / decay
     points = int(min(max(32.0, needed), _MAX_POINTS))
@@ -241,6 +243,8 @@ def smallest_degree(p: float, sign: int, floor: float, target: float, limit: int
 @lru_cache(maxsize=256)
 def relative_error(p: float, sign: int, floor: float, degree: int) -> float:
     """Return the largest relative error of the truncated series on a grid dense at both ends of [floor, 1]."""
+    from scipy.fft import dct
+
     c = np.array(series(p, sign, floor)[: degree + 1])
     ends = np.geomspace(floor, 1.0, 2000).clip(floor, 1.0)
     at_ends = np.polynomial.chebyshev.chebval((2.0 * ends - 1.0 - floor) / (1.0 - floor), c)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Coupled Newton iteration for any integer p (Guo and Higham, SIAM J. Matrix Anal. Appl. 28, 2006).
 
 ``M_0 = A, X_0 = I``; then, with ``Q = ((p + 1) I - M)/p``, ``X <- X Q`` and ``M <- Q^p M``. X tends to ``A^{-1/p}`` and M to I

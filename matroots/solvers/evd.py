@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Eigendecomposition: ``Q diag(f(lambda)) Q^T`` with one product, and what is done with eigenvalues that f cannot take."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Composite minimax iteration for any integer p: each step is the best polynomial for the interval that it meets.
 
 ``M_0 = A, X_0 = I``; a step picks a polynomial q, then ``X <- X q(M)`` and ``M <- q(M)^p M``. On an eigenvalue, with

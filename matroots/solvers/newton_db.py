@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Newton-Denman-Beavers iteration for p = 2, 4, 8, ..., in product form.
 
 Higham, Functions of Matrices (2008), section 6.3, and DASH, arXiv:2602.02016.

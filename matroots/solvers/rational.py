@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Best rational approximation of ``x^{-1/p}``, any real p >= 1: a sum of inverses of shifted matrices.
 
 ``x^{-a} ~ r(x) = c + sum_j w_j / (x + s_j)`` with positive c, w_j, s_j, so that ``A^{-1/p} ~ c I + sum_j w_j (A + s_j I)^{-1}``
@@ -11,7 +12,6 @@ r stays below ``x^{-1/p}``: what lies there is undershot, as by damping, and nev
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal, localcontext
 from functools import lru_cache
@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.special import ellipj, ellipk, ellipkm1
 from torch import Tensor
 
 from matroots._arguments import check_count, check_fraction
@@ -56,7 +55,7 @@ class Approximant:
 
 
 @lru_cache(maxsize=1024)
-def _approximant(a: float, floor: float, target: float, limit: int) -> Approximant:
+def approximant(a: float, floor: float, target: float, limit: int) -> Approximant:
     """Return the best approximation of ``x^{-a}``, a in [0, 1], with the fewest poles whose error is at most ``target``.
 
     With ``limit`` poles where even they do not reach it, or for a target of 0; with no more than rounding leaves something to do.
@@ -73,12 +72,10 @@ def _approximant(a: float, floor: float, target: float, limit: int) -> Approxima
     return best
 
 
-# compilers would trace the search, and past its cache
-approximant: Callable[[float, float, float, int], Approximant] = torch.compiler.disable(_approximant)
-
-
 def pole_gain(floor: float) -> float:
     """Return the logarithm of the factor by which one more pole shrinks the error, nearly the same for every power."""
+    from scipy.special import ellipk, ellipkm1  # here: it takes longer to load than all of this package
+
     return float(2 * np.pi * ellipk(floor) / ellipkm1(floor))
 
 
@@ -133,6 +130,8 @@ def _zolotarev(floor: float, poles: int) -> tuple[Array, Array]:
 
     With K the quarter period for ``m = 1 - floor``: ``s_j = floor (sn/cn)^2((2 j - 1) K / (2 N + 1))``, ``x_i = floor/dn^2(i K / (2 N + 1))``.
     """
+    from scipy.special import ellipj, ellipkm1
+
     m = 1.0 - floor
     quarter = ellipkm1(floor)
     sn, cn, _, _ = ellipj((2 * np.arange(1, poles + 1) - 1) * quarter / (2 * poles + 1), m)

@@ -1,14 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line of the studies: ``python -m matroots study``."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from matroots._command import Parser, count, exponent, guarded, seed, unique
+from matroots._command import Parser, count, exponent, guarded, nonnegative, seed, unique
 from matroots._threads import torch_threads
 from matroots.studies import accuracy, convergence, scaling, transfer
 from matroots.studies._inputs import check_range, default_matrices, load_matrices
@@ -121,7 +121,7 @@ def _add_numbers(study: argparse.ArgumentParser) -> None:
     )
     study.add_argument(
         "--rel-damping",
-        type=_damping,
+        type=nonnegative,
         default=1e-6,
         metavar="EPS",
         help="damping relative to the bound on the largest eigenvalue (default: %(default)g; some of the recorded factors"
@@ -142,13 +142,3 @@ def _add_numbers(study: argparse.ArgumentParser) -> None:
     study.add_argument(
         "--quick", action="store_true", help="a few small matrices only: seconds instead of minutes"
     )
-
-
-def _damping(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a finite number >= 0, got {text!r}")
-    return value

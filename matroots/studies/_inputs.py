@@ -1,43 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
 """Matrices from files: what is accepted, and a sentence about what is not."""
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from matroots._arguments import check_matrices
+from matroots._arrays import as_tensor, read_arrays, readable
 from matroots._command import InputError
 from matroots._prepare import asymmetry_tolerance
 from matroots._products import frobenius, symmetric_part
-
-# What numpy, zipfile and torch raise on files that are damaged or are something else than their suffix says
-_UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-)
-
-
-_WRITTEN_BY = {
-    ".npy": "an array as numpy.save writes it",
-    ".npz": "arrays as numpy.savez writes them",
-    ".pt": "tensors as torch.save writes them, which torch.load reads with weights_only=True",
-}
 
 
 @dataclass(frozen=True)
@@ -72,20 +50,13 @@ def load_matrices(path: Path) -> dict[str, Tensor]:
     Raises:
         InputError: if the file cannot be read, or holds anything but finite, symmetric, real floating-point matrices.
     """
-    readers = {".npy": _read_npy, ".npz": _read_npz, ".pt": _read_pt}
-    if path.suffix not in readers:
+    if path.suffix not in (".npy", ".npz", ".pt"):
         raise InputError(f"--input: expected a .npy, .npz or .pt file, got {str(path)!r}")
-    if not path.is_file():
-        raise InputError(f"--input: no such file: {str(path)!r}")
-    try:
-        arrays = readers[path.suffix](path)
-    except InputError:
-        raise
-    except _UNREADABLE as error:
-        raise InputError(
-            f"--input: cannot read {str(path)!r}: expected {_WRITTEN_BY[path.suffix]} ({type(error).__name__})"
-        ) from error
-    matrices = {name: matrix for key, array in arrays.items() for name, matrix in _members(path, key, array)}
+    with readable(path, "--input"):
+        tensors = _read_pt(path) if path.suffix == ".pt" else _read_numpy(path)
+    matrices = {
+        name: matrix for key, tensor in tensors.items() for name, matrix in _members(path, key, tensor)
+    }
     if not matrices:
         raise InputError(f"--input: expected at least one matrix, got none in {str(path)!r}")
     return matrices
@@ -121,19 +92,9 @@ def a_few(matrices: Mapping[str, Tensor], count: int, largest: int) -> dict[str,
     return {name: matrices[name] for name in names[::stride][:count]}
 
 
-def _read_npy(path: Path) -> dict[str, Tensor]:
-    array = np.load(path, allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        raise InputError(f"--input: expected one array in {str(path)!r}, got an archive: name it .npz")
-    return {path.stem: _as_tensor(path, path.stem, array)}
-
-
-def _read_npz(path: Path) -> dict[str, Tensor]:
-    with path.open("rb") as stream:
-        archive = np.load(stream, allow_pickle=False)
-        if isinstance(archive, np.ndarray):
-            raise InputError(f"--input: expected an archive in {str(path)!r}, got one array: name it .npy")
-        return {key: _as_tensor(path, key, archive[key]) for key in archive.files}
+def _read_numpy(path: Path) -> dict[str, Tensor]:
+    arrays = read_arrays(path, "--input")
+    return {key: as_tensor(array, f"--input: {path.name}[{key}]") for key, array in arrays.items()}
 
 
 def _read_pt(path: Path) -> dict[str, Tensor]:
@@ -154,15 +115,6 @@ def _read_pt(path: Path) -> dict[str, Tensor]:
                 f"--input: {path.name}[{key}]: expected a torch.Tensor, got {type(value).__name__}"
             )
     return entries
-
-
-def _as_tensor(path: Path, key: str, array: np.ndarray) -> Tensor:
-    native = array.dtype.newbyteorder("=")
-    if native not in (np.float16, np.float32, np.float64):
-        raise InputError(
-            f"--input: {path.name}[{key}]: expected float16, float32 or float64, got {array.dtype}"
-        )
-    return torch.from_numpy(array.astype(native, order="C"))
 
 
 def _members(path: Path, key: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How all figures look: colours that the colour-blind can tell apart, one meaning for each, legends beside the data."""
 
 from __future__ import annotations

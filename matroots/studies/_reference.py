@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The root that errors are measured against, more accurate than anything that is measured."""
 
 from __future__ import annotations

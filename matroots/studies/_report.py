@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a study leaves behind: tables on the terminal, and a folder with CSV, Markdown and PNG files."""
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from matroots import __version__
 from matroots._command import InputError, MissingExtraError
+from matroots._files import replacement
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -143,7 +145,8 @@ def write(report: Report, folder: Path, origin: Mapping[str, str]) -> list[Path]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
-            _replace(folder / name, content)
+            with replacement(folder / name) as stream:
+                stream.write(content)
     except OSError as error:
         raise InputError(f"--out: cannot write to {str(folder)!r}: {error.strerror}") from error
     return [folder / name for name in contents]
@@ -226,12 +229,3 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

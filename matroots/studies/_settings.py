@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a study is asked to do, and the combinations of method, scaling and p that it then runs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Accuracy: the true error of every method on real matrices, beside the error that the certificate proves.
 
 Errors are relative, in the 2-norm, against :func:`matroots.studies._reference.reference` of the matrix that the method was

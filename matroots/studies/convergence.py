@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Convergence: how many Newton steps an eigenvalue needs, what the scaling adds, and how the residual falls.
 
 On an eigenvalue x = lambda/scale a coupled Newton step is the scalar map ``m <- m ((p + 1 - m)/p)^p`` from ``m = x`` to 1;

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Record real Shampoo preconditioner factors from a small language model.
 
 The accuracy study runs on the file this script writes. It trains a byte-level
@@ -21,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
+from matroots._files import replacement
 from matroots._threads import torch_threads
 from matroots.studies._report import require_extras, track
 
@@ -296,13 +297,8 @@ def save_factors(factors: Mapping[str, Tensor], out: Path) -> None:
     # numpy declares a boolean keyword among its parameters, so unpacking arrays into
     # its own signature does not type-check.
     savez: Callable[..., None] = np.savez_compressed
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as stream:
-            savez(stream, **arrays)
-        os.replace(partial, out)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacement(out) as stream:
+        savez(stream, **arrays)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

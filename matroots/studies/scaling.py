@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scaling: how far each scale is from the largest eigenvalue, and how many steps that costs.
 
 Too small a scale puts eigenvalues outside the region where an iteration converges to the right root, so every estimate is

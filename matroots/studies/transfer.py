@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfer: the function that a method really applies to the spectrum.
 
 A root that is exact multiplies every eigenvalue's direction by ``lambda^{-1/p}``. An iteration that is stopped early multiplies it by

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that are there whole or not at all, whatever moment the process or the machine dies in."""
 
 from __future__ import annotations
