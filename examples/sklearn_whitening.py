@@ -25,7 +25,7 @@ class Whitener(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):
 
     def fit(self, X: np.ndarray, y: object = None) -> Whitener:
         """Find mean and matrix."""
-        x = torch.from_numpy(validate_data(self, X, dtype=np.float64, ensure_min_samples=2))
+        x = torch.tensor(validate_data(self, X, dtype=np.float64, ensure_min_samples=2))
         found = matroots.whiten_ex(x, self.kind, rel_damping=self.rel_damping, certify=True)
         self.mean_, self.matrix_ = found.mean.numpy(), found.matrix.numpy()
         self.error_ = found.root.certificate.relative_error.item()
