@@ -53,7 +53,7 @@ class Options:
     nd: str = "matrix"
     max_factor_dim: int = 8192
     eps: float = 1e-8
-    refresh: str = "interval"
+    refresh: str = "staggered"
     algorithm: str = "dash"
 
 

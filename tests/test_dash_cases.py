@@ -1445,7 +1445,7 @@ def test_steps_are_those_of_the_formulas(grafting: str, scope: str, freq: int, b
     exponent = 8 / 3 if p == "8/3" else float(p)
     shared: dict[str, Any] = {"lr": 0.01, "momentum": 0.5, "weight_decay": 0.1, "grafting": grafting, "beta_factors": b}  # fmt: skip
     naives = [Naive(W, block=8, p=exponent, scope=scope, freq=freq, **shared) for W in params]
-    calendar = {"update_freq": freq, "refresh_young": False}
+    calendar = {"update_freq": freq, "refresh_young": False, "refresh": "interval"}
     opt = DASH(params, block_size=8, p=p, grafting_scope=scope, **{**EXACT, **calendar}, **shared)
     for step in range(7):
         give(params, step)
@@ -1576,7 +1576,7 @@ def test_options_may_change_during_training(change: dict[str, Any]) -> None:
 def test_the_calendar_of_young_factors_is_changed_without_new_state() -> None:
     """Every step up to the 5th; then none before the 11th, which both calendars name; then every second until the 16th."""
     params = parameters((8, 6), (4, 9))
-    opt = DASH(params, block_size=4, update_freq=10)
+    opt = DASH(params, block_size=4, update_freq=10, refresh="interval")
 
     def refreshes() -> set[int]:
         return {f.refreshes for block in opt.diagnostics().blocks for f in block.factors}

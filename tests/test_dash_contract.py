@@ -400,15 +400,16 @@ def test_a_group_added_late_leaves_old_state_alone_and_starts_fresh(
     stacking: str, shape: tuple[int, ...]
 ) -> None:
     params, late = parameters((8, 6), (4, 9), (5,)), parameters(shape)
-    opt = DASH(params, stacking=stacking, **OPTIONS)
+    options = {**OPTIONS, "refresh": "interval"}  # whose turn it is depends on what stands before
+    opt = DASH(params, stacking=stacking, **options)
     train(opt, params, range(2))
     held = {p: copy.deepcopy(opt.state[p]) for p in params}
     opt.add_param_group({"params": late, "lr": 0.5, "block_size": 2})
     assert all(same(opt.state[p], held[p]) for p in params)
     alone = copy.deepcopy(late)
-    solo = DASH(alone, stacking=stacking, **{**OPTIONS, "lr": 0.5, "block_size": 2})
+    solo = DASH(alone, stacking=stacking, **{**options, "lr": 0.5, "block_size": 2})
     apart = copy.deepcopy(params)
-    other = DASH(apart, stacking=stacking, **OPTIONS)
+    other = DASH(apart, stacking=stacking, **options)
     other.load_state_dict({**opt.state_dict(), "param_groups": opt.state_dict()["param_groups"][:1]})
     for run, mine in ((opt, [*params, *late]), (other, apart)):
         train(run, mine, range(2, 5))

@@ -13,7 +13,7 @@ from matrices import orthogonal
 from scipy.linalg import fractional_matrix_power
 
 NEVER = 10**6  # a start_step that no test reaches
-OLD = {"refresh_young": False}
+OLD = {"refresh_young": False, "refresh": "interval"}
 # U = L^{-1/2k} G R^{-1/2k} with the plain sums L of G G^T and R of G^T G
 PLAIN = {
     "p": None,

@@ -320,12 +320,12 @@ def test_roots_and_products_are_saved_as_advised(monkeypatch: pytest.MonkeyPatch
     assert every == [8] * 12
     assert roots_by_step(monkeypatch, 2, update_freq=1)[1] == 0  # Cholesky factors
     calendar: dict[str, Any] = {"update_freq": 4, "refresh_young": False}
-    assert roots_by_step(monkeypatch, 12, **calendar)[0] == [8, 0, 0, 0] * 3
-    assert roots_by_step(monkeypatch, 12, **calendar, refresh="staggered")[0] == [8] + [2] * 11
+    assert roots_by_step(monkeypatch, 12, **calendar, refresh="interval")[0] == [8, 0, 0, 0] * 3
+    assert roots_by_step(monkeypatch, 12, **calendar)[0] == [8] + [2] * 11
     # young factors: every step until the 8th gradient, every second until the 16th, as far as a calendar of four goes
-    young = roots_by_step(monkeypatch, 24, update_freq=4)[0]
+    young = roots_by_step(monkeypatch, 24, update_freq=4, refresh="interval")[0]
     assert young == [8] * 7 + [0, 8] * 4 + [0, 8, 0, 0, 0, 8, 0, 0, 0]
-    young = roots_by_step(monkeypatch, 20, update_freq=4, refresh="staggered")[0]
+    young = roots_by_step(monkeypatch, 20, update_freq=4)[0]
     assert young == [8] * 7 + [4] * 8 + [2] * 5
     options = {"refresh": "certified", "refresh_tol": 3.0, "rel_damping": 1e-4}
     assert sum(roots_by_step(monkeypatch, 12, **options)[0]) < sum(every) / 2
