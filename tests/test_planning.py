@@ -102,7 +102,9 @@ def in_place(like: torch.Size, a: torch.Size, b: torch.Size, *args: Any, **keywo
 def test_operations_of_a_step_are_those_that_torch_counts(options: dict[str, Any]) -> None:
     params = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
     for row in plan_block_size(params, block_sizes=(8, 32), **options).rows:
-        opt = with_gradients(DASH(params, block_size=row.block_size, refresh_young=False, refresh="interval", **options))
+        opt = with_gradients(
+            DASH(params, block_size=row.block_size, refresh_young=False, refresh="interval", **options)
+        )
         opt.step()  # computes the roots
         with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.baddbmm_: in_place}) as counter:
             opt.step()
