@@ -205,7 +205,8 @@ def test_times_add_up_and_are_means(tmp_path, data):
 
 def test_roots_are_counted_by_factor_and_step(tmp_path, data):
     def roots(young):
-        job = tiny(data, training={"steps": 10}, optimizer={"refresh_young": young})
+        options = {"refresh_young": young, "refresh": "interval"}
+        job = tiny(data, training={"steps": 10}, optimizer=options)
         return train(job, tmp_path / f"{young}", quiet=True).roots
 
     assert roots(False) == pytest.approx(3 / 10)  # in steps 1, 5 and 9
