@@ -167,12 +167,15 @@ def test_ranks_train_what_one_process_does(tmp_path, data, count, more):
     assert main(argv) == 0
     codes, logs = ranks(words("train", *more, data=data, out=tmp_path / "run"), count, tmp_path)
     assert codes == [0] * count, logs
-    assert_close(tmp_path / "run", tmp_path / "one")
+    limit = (
+        1e-3 if "muon" in more[0] else CLOSE
+    )  # torch's Muon orthogonalises in bfloat16, which enlarges the rounding of a mean
+    assert_close(tmp_path / "run", tmp_path / "one", limit=limit)
     assert form(tmp_path / "run") == form(tmp_path / "one")
     assert "12 of 12, finished" in logs[0]
     assert set(logs[1:]) == {""}
     one, several = Outcome.read(tmp_path / "one"), Outcome.read(tmp_path / "run")
-    assert (several.loss, several.roots) == (pytest.approx(one.loss, abs=CLOSE), one.roots)
+    assert (several.loss, several.roots) == (pytest.approx(one.loss, abs=limit), one.roots)
     last, expected = read(tmp_path / "run")[-1], read(tmp_path / "one")[-1]
     assert set(last) == set(expected)
     for name in expected:
