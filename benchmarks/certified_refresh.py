@@ -126,9 +126,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: dict[str, dict[str, Any]] = {
         "every step": {"update_freq": 1},
-        "every 10": {"update_freq": 10},
+        "every 10": {"update_freq": 10, "refresh": "interval"},
         "staggered over 10": {"update_freq": 10, "refresh": "staggered"},
-        "every 10, refresh_young=False": {"update_freq": 10, "refresh_young": False},
+        "every 10, refresh_young=False": {"update_freq": 10, "refresh": "interval", "refresh_young": False},
         "staggered over 10, refresh_young=False": {
             "update_freq": 10,
             "refresh": "staggered",

@@ -52,8 +52,12 @@ def contestants(block: int, refresh_every: int) -> dict[str, Callable[[list[Tens
         "DASH p=4 evd fp32": partial(dash, p=4, method="evd"),
         "DASH p=4 ndb 10+10": partial(dash, p=4, method={"type": "ndb", "steps": 10}),
         "DASH p=4 minimax": partial(dash, p=4, method="minimax", tol=1e-2),
-        "DASH p=4, no refresh": partial(dash, p=4, update_freq=10**9, refresh_young=False),
-        "DASH p=2, refresh every 10": partial(dash, p=2, update_freq=10, refresh_young=False),
+        "DASH p=4, no refresh": partial(
+            dash, p=4, update_freq=10**9, refresh="interval", refresh_young=False
+        ),
+        "DASH p=2, refresh every 10": partial(
+            dash, p=2, update_freq=10, refresh="interval", refresh_young=False
+        ),
         "DASH p=2, staggered over 10": partial(
             dash, p=2, update_freq=10, refresh="staggered", refresh_young=False
         ),

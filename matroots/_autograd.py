@@ -3,7 +3,7 @@
 
 A root is a function of the damped symmetric matrix ``B = (A + A^H)/2 + eps(A) I``. `Solve` hands the values through the solver and knows the derivative
 with respect to B; that of B with respect to A and the damping is torch's own. Derivatives do not depend on the method: they are those of the
-exact function at the B whose root has been found.
+exact function, taken at the X that was found.
 """
 
 from __future__ import annotations

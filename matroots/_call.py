@@ -133,7 +133,7 @@ def inv_root(
     generator: torch.Generator | None = None,
     assume_positive: bool = False,
 ) -> Tensor:
-    """Return ``(A + eps I)^{-1/p}`` of each member of a batch: a tensor like A, symmetric.
+    """Return ``(A + eps I)^{-1/p}`` of each member of a batch: a tensor like A, symmetric (Hermitian), differentiable (docs/gradients.md).
 
     The arguments are those of :func:`inv_root_ex`, which returns diagnostics as well and does not raise.
 
@@ -165,7 +165,7 @@ def inv_root(
 
 
 def root(A: Tensor, p: float | Fraction, **keywords: Unpack[Keywords]) -> Tensor:
-    """Return ``(A + eps I)^{1/p}`` of each member of a batch: a tensor like A, symmetric.
+    """Return ``(A + eps I)^{1/p}`` of each member of a batch: a tensor like A, symmetric (Hermitian), differentiable.
 
     A may be singular: rows that are exactly zero stay zero for every method, and "evd" takes any positive semidefinite A,
     which the iterations need not survive. "ndb" has this

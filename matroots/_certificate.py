@@ -88,9 +88,9 @@ def certify(
     """Bound the error of X as ``(A + eps I)^{-1/p}``, whoever computed it and however.
 
     Args:
-        A: ``(*, n, n)`` symmetric, floating point. The norm of an antisymmetric part is added to the error, one that no
+        A: ``(*, n, n)`` symmetric, or complex Hermitian. The norm of an antisymmetric part is added to the error, one that no
             call would accept (see :func:`inv_root_ex`) makes the member invalid.
-        X: ``(*, n, n)``, like A in shape and device, any floating dtype. The norm of its antisymmetric part is added.
+        X: ``(*, n, n)``, like A in shape and device, any floating or complex dtype. The norm of its antisymmetric part is added.
         p: a rational >= 1 with numerator at most 64: ``int``, ``Fraction``, or a ``float`` such as 2.5 or 8/3.
         damping: absolute, as for :func:`inv_root_ex`. Pass the ``damping`` of an :class:`InvRoot` to certify against what
             was really solved.

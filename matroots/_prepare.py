@@ -221,7 +221,7 @@ def lambda_bound(A: Tensor) -> Tensor:
     Deterministic, O(n^2), the same for every method and scaling: it is what ``rel_damping`` multiplies.
 
     Args:
-        A: ``(*, n, n)`` symmetric up to rounding, floating point; its symmetric part is used.
+        A: ``(*, n, n)`` symmetric (complex: Hermitian) up to rounding; its symmetric part is used.
 
     Returns:
         float64 ``(*)``; NaN for a member that is not finite or not symmetric.

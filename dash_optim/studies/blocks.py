@@ -48,7 +48,7 @@ def run(settings: Settings) -> Report:
     return Report(
         name="blocks",
         title=title,
-        summary="Larger blocks see more of the correlations of a layer, and cost more memory and time.",
+        summary="Loss, time and memory by block size, by scaling and by the precision of products.",
         tables=[Table("Loss, time and memory (± standard error, paired by seed)", columns, table)],
         plots=[
             Plot(
