@@ -50,7 +50,9 @@ def damped(A: Tensor, damping: Tensor, rel_damping: float) -> Tensor:
     S = S.to(torch.promote_types(S.dtype, torch.float32))
     eps = damping.to(S.device, wide(S.device))
     if rel_damping:
-        eps = eps + rel_damping * norm_bound(S.to(wide(S.device)))
+        largest = S.detach().to(eps.dtype).abs().amax((-2, -1)) if S.numel() else torch.ones_like(eps)
+        scale = torch.where((largest > 0) & largest.isfinite(), largest, 1.0)  # squares stay in range
+        eps = eps + rel_damping * scale * norm_bound(S.to(eps.dtype) / scale[..., None, None])
     return S + eps.to(S.dtype)[..., None, None] * torch.eye(S.shape[-1], dtype=S.dtype, device=S.device)
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from matroots._autograd import solve as differentiable
 from matroots._certificate import Certificate, rational_exponent
 from matroots._certificate import certify as certify_root
 from matroots._hermitian import COMPLEX_DTYPES, complex_form, real_form
-from matroots._opaque import powers
+from matroots._opaque import powers, refuse_derivative
 from matroots._options import Keywords, Options, resolve_options
 from matroots._result import (
     InvRoot,
@@ -35,7 +36,7 @@ from matroots._result import (
 )
 from matroots._solve import solve
 from matroots.scaling import Scaling
-from matroots.solvers import EVD, Solver
+from matroots.solvers import Solver
 from matroots.solvers._problem import Want
 
 if TYPE_CHECKING:
@@ -211,6 +212,7 @@ class Call:
         keywords: as the user gave them.
         certify: whether the result gets a certificate.
         strict: raise for members without a usable root, and warn of inaccurate ones.
+        hermitian: the matrices are real forms of complex ones, and so are the roots that are returned, and certified.
     """
 
     p: Any
@@ -218,6 +220,7 @@ class Call:
     keywords: Keywords
     certify: bool = False
     strict: bool = False
+    hermitian: bool = False
 
     def run(self, A: Tensor, damping: float | Tensor) -> tuple[InvRoot, Tensor]:
         """Solve for tensors with values; return the result, whose ``root`` is the inverse one for a pair, and ``A^{1/p}``."""
@@ -231,22 +234,17 @@ class Call:
             rational_exponent(self.p)  # refuse before the work what could not be certified after it
         solver = solve_auto if self.keywords.get("method", "auto") == "auto" else solve
         result, other = solver(A, options, self.want)
+        if self.hermitian:
+            result = result._replace(root=real_form(complex_form(result.root)))
+            other = real_form(complex_form(other))
         return _with_certificate(A, result, options) if self.certify else result, other
-
-    def refuse_derivative(self) -> None:
-        """Raise where the result is not the power of a matrix that differs from A by a multiple of the identity."""
-        method = self.keywords.get("method")
-        if isinstance(method, EVD) and not method.damped_input:
-            raise NotImplementedError(
-                f'method: EVD(spectrum="{method.spectrum}") changes eigenvalues one by one and has no derivative; use "damp", or detach A'
-            )
 
 
 def _outcome(A: Tensor, call: Call, report: bool = False) -> tuple[InvRoot, Tensor]:
     """Return what :meth:`Call.run` does, for real and complex matrices, with or without values, inside and outside of torch's graphs and transforms."""
     check_matrices(A, "A", (*REAL_DTYPES, *COMPLEX_DTYPES))
     if A.is_complex():
-        result, other = _outcome(real_form(A), call, report)
+        result, other = _outcome(real_form(A), replace(call, hermitian=True), report)
         return result._replace(root=complex_form(result.root)), complex_form(other)
     damping = call.keywords.get("damping", 0.0)
     if _opaque.traced(A):
@@ -268,19 +266,19 @@ def _followed(A: Tensor, damping: float | Tensor, call: Call) -> tuple[InvRoot, 
     def run(A: Tensor, eps: Tensor) -> tuple[Tensor, ...]:
         return _flattened(call.want, *call.run(A, eps))
 
-    found = differentiable(B, A, eps, run, powers(call.p, call.want), call.refuse_derivative)
+    found = differentiable(
+        B, A, eps, run, powers(call.p, call.want), partial(refuse_derivative, call.keywords)
+    )
     return _rebuilt(call.want, found)
 
 
 def _traced(A: Tensor, damping: float | Tensor, call: Call, report: bool) -> tuple[InvRoot, Tensor]:
     """Put one operation into the graph; without a report nothing but roots."""
     eps = broadcast_damping(damping, A)
-    wanted = torch.is_grad_enabled() and (A.requires_grad or eps.requires_grad)
-    if wanted:
-        call.refuse_derivative()
-    B = damped(A, eps, call.keywords.get("rel_damping", 0.0)) if wanted else A
-    others = {name: value for name, value in call.keywords.items() if name != "damping"}
-    text = _opaque.encoded(call.p, call.want, call.certify, call.strict, **others)
+    # whether somebody will ask for a gradient is not known: an exported program is given other tensors, and vmap hides who asks
+    B = damped(A, eps, call.keywords.get("rel_damping", 0.0))
+    others = {name: _opaque.taken_apart(value) for name, value in call.keywords.items() if name != "damping"}
+    text = _opaque.encoded(call.p, call.want, call.certify, call.strict, call.hermitian, **others)
     found = _opaque.solve(B, A.detach(), eps.detach(), text, report)
     missing = [] if report else [found[0]] * 8
     return _rebuilt(call.want, (*found, *missing))
@@ -301,7 +299,8 @@ _opaque.runner.append(_run_traced)
 
 def _flattened(want: Want, result: InvRoot, other: Tensor) -> tuple[Tensor, ...]:
     """Return all tensors of a result, roots first."""
-    roots = (other, result.root) if want == "pair" else (result.root,)
+    roots = [other, result.root] if want == "pair" else [result.root]
+    roots = [X.clone() if X._is_view() else X for X in roots]  # which may be written to
     return (*roots, *result[1:-1], *(result.certificate or ()))
 
 

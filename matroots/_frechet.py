@@ -58,8 +58,8 @@ def frechet(X: Tensor, E: Tensor, power: Power) -> Tensor:
         power: f.
 
     Returns:
-        Symmetric, of the broadcast shape, in X's dtype but float32 for halves. An eigenvalue of X below ``n u`` times the largest, u of X's dtype, is not known
-        and taken as that, so that the derivative stays finite where B is singular. NaN for a member without a root, unless its E is zero.
+        Symmetric, of the broadcast shape, in X's dtype but float32 for halves. An eigenvalue of X below ``min(n u, sqrt(u))`` times the largest, u of X's dtype, is not
+        known and taken as that, so that the derivative stays finite where B is singular. NaN for a member without a root, unless its E is zero.
     """
     with full_precision(X.device):
         x, Q, unusable = _decomposed(X, torch.promote_types(X.dtype, torch.float32))
@@ -98,7 +98,8 @@ def _decomposed(X: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     unusable = ~flat.isfinite().all(-1).all(-1)
     x, Q, _, decomposed = eigh_with_ladder(with_identity(flat, unusable))
     x = x.to(wide(X.device))
-    x = torch.maximum(x, n * unit_roundoff(X.dtype) * x[:, -1:])
+    u = unit_roundoff(X.dtype)
+    x = torch.maximum(x, min(n * u, u**0.5) * x[:, -1:])
     lost = unusable | ~decomposed | ~(x > 0).all(-1)
     x = torch.where(lost.unsqueeze(-1), 1.0, x)
     return x.reshape(*batch, n), Q.reshape(X.shape), lost.reshape(*batch, 1, 1)

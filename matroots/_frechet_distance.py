@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from matroots._arguments import broadcast_damping, check_matrices, check_values
+from matroots._autograd import plain
 from matroots._bounded import Bounded, U, gamma, spectrum
 from matroots._call import root
-from matroots._products import frobenius, full_precision, symmetric_part, wide
+from matroots._prepare import asymmetry_tolerance, rounding_tolerance
+from matroots._products import frobenius, full_precision, symmetric_part, unit_roundoff, wide
+from matroots._result import RootError, Status, member_name
 
 
 class FrechetDistance(NamedTuple):
@@ -53,10 +56,10 @@ def frechet_distance(
     4.0
     """
     C, D, gap = _checked(mean, covariance, other_mean, other_covariance, damping)
-    M = _between(C, D)[1]
-    shared = root(M, 2, method="evd").diagonal(dim1=-2, dim2=-1).sum(-1)
+    (C_small, c), (D_small, d) = _normalised(C), _normalised(D)
+    T = root(_between(C_small, D_small)[1], 2, method="evd")
     traces = (C + D).diagonal(dim1=-2, dim2=-1).sum(-1)
-    return (gap**2).sum(-1) + traces - 2 * shared
+    return (gap**2).sum(-1) + traces - 2 * T.diagonal(dim1=-2, dim2=-1).sum(-1) * torch.exp2(c + d)
 
 
 def frechet_distance_ex(
@@ -74,15 +77,24 @@ def frechet_distance_ex(
     >>> bool(abs(distance - 4) <= error) and bool(error < 1e-6)
     True
     """
+    named = {
+        "mean": mean,
+        "covariance": covariance,
+        "other_mean": other_mean,
+        "other_covariance": other_covariance,
+    }
+    for name, t in {**named, "damping": damping}.items():
+        if isinstance(t, Tensor):
+            check_values(t, name)
     found = frechet_distance(mean, covariance, other_mean, other_covariance, damping=damping)
-    for t in (covariance, other_covariance):
-        check_values(t, "covariance")
     C, D, gap = (t.detach() for t in _checked(mean, covariance, other_mean, other_covariance, damping))
     n, batch = C.shape[-1], found.shape
-    flat = [M.expand(*batch, n, n).reshape(-1, n, n) for M in (C, D)]
-    error = 2 * _trace_error(*flat).reshape(batch)
+    (C_small, c), (D_small, d) = (_normalised(M.expand(*batch, n, n)) for M in (C, D))
+    flat = [M.reshape(batch.numel(), n, n) for M in (C_small, D_small)]
+    error = 2 * _trace_error(*flat).reshape(batch) * torch.exp2(c + d)
     size = (gap**2).sum(-1) + 2 * (C + D).diagonal(dim1=-2, dim2=-1).abs().sum(-1)
-    return FrechetDistance(found, error + 4 * (n + 4) * U * size)
+    total = error + 4 * (n + 4) * U * size
+    return FrechetDistance(found, torch.where(total.isfinite(), total, torch.inf))
 
 
 def _checked(
@@ -103,16 +115,74 @@ def _checked(
             wanted = ", ".join(map(str, ("*", *shape)))
             raise ValueError(f"{name}: expected a real tensor ({wanted}), like covariance, got {got}")
     eye = torch.eye(n, dtype=real, device=covariance.device)
-    C, D = (M.to(real) + broadcast_damping(damping, M)[..., None, None] * eye for M in named.values())
+    try:
+        batch = torch.broadcast_shapes(
+            covariance.shape[:-2], other_covariance.shape[:-2], mean.shape[:-1], other_mean.shape[:-1]
+        )
+    except RuntimeError as error:
+        raise ValueError(
+            f"other_covariance, mean, other_mean: expected batch shapes that broadcast with that of covariance, got {tuple(covariance.shape[:-2])},"
+            f" {tuple(other_covariance.shape[:-2])}, {tuple(mean.shape[:-1])}, {tuple(other_mean.shape[:-1])}"
+        ) from error
+    eps = broadcast_damping(damping, covariance.expand(*batch, n, n))[..., None, None] * eye
+    C, D = (_symmetrised(M, name).to(real) + eps for name, M in named.items())
     return C, D, mean.to(real) - other_mean.to(real)
 
 
+def _symmetrised(M: Tensor, name: str) -> Tensor:
+    """Return the symmetric part; raise `RootError` unless M is symmetric and positive semidefinite up to the rounding of its dtype."""
+    S = ((M + M.mT) / 2).to(torch.promote_types(M.dtype, torch.float32))
+    if M.numel() == 0 or torch.compiler.is_compiling():
+        return S
+    values, size = S.detach().to(wide(M.device)), M.detach().to(wide(M.device))
+    norm = torch.linalg.matrix_norm(values)
+    skew = torch.linalg.matrix_norm(size - values) > asymmetry_tolerance(M) * norm
+    lost = plain(skew | (_lowest(values) < -rounding_tolerance(M, unit_roundoff(M.dtype)) * norm))
+    if bool(lost.any()):
+        members = [member_name(i, tuple(lost.shape)) for i in lost.flatten().nonzero().flatten().tolist()[:8]]
+        who = f"members {', '.join(members)} of batch {tuple(lost.shape)}" if lost.ndim else "the matrix"
+        status = torch.where(lost, int(Status.INDEFINITE), int(Status.CONVERGED)).to(torch.int32)
+        raise RootError(f"{name}: no usable root for {who} (INDEFINITE: {Status.INDEFINITE.advice})", status)
+    return S
+
+
+def _lowest(M: Tensor) -> Tensor:
+    """Return the smallest eigenvalue, 1 for a matrix that is not finite."""
+    finite = M.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    found: Tensor = torch.linalg.eigvalsh(
+        torch.where(finite, M, torch.eye(M.shape[-1], dtype=M.dtype, device=M.device))
+    )
+    return found[..., 0]
+
+
+def _normalised(M: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``4^{-e} M`` with its largest entry near 1, and e: nothing that is formed of it over- or underflows."""
+    if M.numel() == 0:
+        return M, M.new_zeros(M.shape[:-2])
+    largest = M.detach().abs().amax((-2, -1))
+    usable = (largest > 0) & largest.isfinite()
+    e = torch.ceil(torch.frexp(torch.where(usable, largest, 1.0)).exponent / 2).to(M.dtype)
+    half = torch.exp2(-e)[..., None, None]
+    return M * half * half, e
+
+
+def _lifted(M: Tensor, allowed: Tensor) -> Tensor:
+    """Add to the diagonal what rounding has taken, up to ``allowed``; a matrix that is further below zero is left to be refused."""
+    if M.numel() == 0:
+        return M
+    lowest = _lowest(M.detach())
+    shift = torch.where((lowest < 0) & (-lowest <= allowed), -lowest * (1 + 2.0**-30), 0.0)
+    return M + shift[..., None, None] * torch.eye(M.shape[-1], dtype=M.dtype, device=M.device)
+
+
 def _between(C: Tensor, D: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``S = C^{1/2}`` and ``S D S``, symmetric."""
-    S = root(C, 2, method="evd")
+    """Return ``S = C^{1/2}`` and ``S D S``, symmetric; what rounding has left below zero in either is lifted."""
+    n = C.shape[-1]
+    c, d = (torch.linalg.matrix_norm(M.detach()) for M in (C, D))
+    S = root(_lifted(C, min(n * 2.0**-9, 2.0**-4) * c), 2, method="evd")  # has been judged by its own dtype
     with torch.autocast(S.device.type, enabled=False):
         M = S @ D @ S
-    return S, (M + M.mT) / 2
+    return S, _lifted((M + M.mT) / 2, min(n * 2.0**-9, 2.0**-4) * c * d)
 
 
 def _trace_error(C: Tensor, D: Tensor) -> Tensor:

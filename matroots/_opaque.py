@@ -7,7 +7,6 @@ says beside its tensors is one string in that node, which an exported program ke
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -15,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 
 from matroots._exponent import parse_exponent
 from matroots._frechet import Power, frechet
 from matroots.scaling import SCALINGS
-from matroots.solvers import SOLVERS
+from matroots.solvers import EVD, SOLVERS
 from matroots.solvers._problem import Want
 
 Run = Callable[[Tensor, Tensor, str], list[Tensor]]
@@ -31,22 +32,34 @@ def traced(A: Tensor) -> bool:
     return torch.compiler.is_compiling() or isinstance(A, FakeTensor) or A.is_meta
 
 
-def encoded(p: object, want: Want, certify: bool, strict: bool, **keywords: Any) -> str:
-    """Return a call as text: JSON, by names and the fields of solvers and scalings.
+def encoded(p: object, want: Want, certify: bool, strict: bool, hermitian: bool, **keywords: Any) -> str:
+    """Return a call as text: JSON, by names and the fields of solvers and scalings, which have been :func:`taken_apart`.
 
     Raises:
-        NotImplementedError: for what text cannot say: a random generator, a solver or scaling of the user's own.
+        NotImplementedError: for what text cannot say: a random generator, a solver or scaling of the user's own; within derivatives that are part of what is traced.
     """
+    _refuse_transforms()
     if keywords.get("generator") is not None:
         raise NotImplementedError("generator: a compiled or exported call cannot carry one; leave it out")
     exponent = parse_exponent(p)
     number = str(exponent) if isinstance(exponent, Fraction) else exponent
     options = {name: _text_of(name, value) for name, value in keywords.items() if value is not None}
-    return json.dumps({"p": number, "want": want, "keywords": options, "certify": certify, "strict": strict})
+    flags = {"certify": certify, "strict": strict, "hermitian": hermitian}
+    return json.dumps({"p": number, "want": want, "keywords": options, **flags})
 
 
 # all that torch.compiler.assume_constant_result does, after it has loaded the compiler, which takes a second
 encoded._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _refuse_transforms() -> None:
+    """Raise within ``grad`` or ``jvp``: torch drops the derivatives of operations there without a word."""
+    levels = {level.key() for level in get_interpreter_stack() or ()}
+    if levels & {TransformType.Grad, TransformType.Jvp} or forward_ad._current_level >= 0:
+        raise NotImplementedError(
+            "A: torch.func.grad, jvp and forward mode are not possible inside of a compiled or exported function; take derivatives outside of it: compile the function, then"
+            " call backward"
+        )
 
 
 def decoded(text: str) -> dict[str, Any]:
@@ -60,25 +73,37 @@ def decoded(text: str) -> dict[str, Any]:
 _TABLES: dict[str, Mapping[str, type[Any]]] = {"method": SOLVERS, "scaling": SCALINGS}
 
 
+def taken_apart(value: Any) -> Any:
+    """Return the class and the fields of a solver or scaling, everything else as it is.
+
+    The compiler follows this; to :func:`encoded`, which it calls, it would hand an instance that was made in the compiled function without its fields.
+    """
+    if value is None or isinstance(value, (str, int, float, torch.dtype, torch.Generator)):
+        return value
+    kind = type(value)
+    return kind, tuple([getattr(value, name) for name in getattr(kind, "__match_args__", ())])
+
+
 def _text_of(name: str, value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
-    if name not in _TABLES or isinstance(value, str):
+    if not isinstance(value, tuple):
         return value
-    kind = next((key for key, known in _TABLES[name].items() if type(value) is known), None)
+    cls, fields = value
+    kind = next((key for key, known in _TABLES.get(name, {}).items() if cls is known), None)
     if kind is None:
         raise NotImplementedError(
-            f"{name}: a compiled or exported call takes those of matroots only, got {value!r}; call it outside of the compiled function"
+            f"{name}: a compiled or exported call takes those of matroots only, got a {cls.__name__}; call it outside of the compiled function"
         )
-    fields = {field.name: _text_of("", getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return {"kind": kind, "fields": fields}
+    named = zip(cls.__match_args__, fields, strict=True)
+    return {"kind": kind, "fields": {key: _text_of("", field) for key, field in named}}
 
 
 def _value_of(name: str, value: Any) -> Any:
     if isinstance(value, dict) and "dtype" in value:
         return getattr(torch, value["dtype"])
     if isinstance(value, dict):
-        fields = {key: _value_of("", entry) for key, entry in value["fields"].items()}
+        fields = {key: _value_of("", field) for key, field in value["fields"].items()}
         return _TABLES[name][value["kind"]](**fields)
     return value
 
@@ -139,18 +164,36 @@ def _powers_of(call: str) -> tuple[Power, ...]:
     return powers(found["p"], found["want"])
 
 
+def refuse_derivative(keywords: Mapping[str, Any]) -> None:
+    """Raise where the result is not the power of a matrix that differs from A by a multiple of the identity."""
+    method = keywords.get("method")
+    if isinstance(method, EVD) and not method.damped_input:
+        raise NotImplementedError(
+            f'method: EVD(spectrum="{method.spectrum}") changes eigenvalues one by one and has no derivative; use "damp", or detach A'
+        )
+
+
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.keywords = decoded(inputs[3])["keywords"]
     ctx.powers = _powers_of(inputs[3])
     ctx.save_for_backward(*output[: len(ctx.powers)])
 
 
 def _backward(ctx: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
+    refuse_derivative(ctx.keywords)
     wanted = zip(ctx.saved_tensors, gradients, ctx.powers, strict=False)
     terms = [derivative(X, G, f.p, f.sign) for X, G, f in wanted if G is not None]
     return (sum(terms) if terms else None, None, None, None, None)
 
 
+def _no_second(ctx: Any, gradient: Tensor) -> None:
+    raise NotImplementedError(
+        "matroots: compiled and exported roots have first derivatives only; call inv_root outside of what is compiled for second ones"
+    )
+
+
 solve.register_autograd(_backward, setup_context=_keep)
+derivative.register_autograd(_no_second)
 
 
 @solve.register_vmap

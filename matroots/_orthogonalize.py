@@ -57,7 +57,7 @@ def orthogonalize(A: Tensor, **keywords: Unpack[Keywords]) -> Tensor:
             [0., 1.],
             [0., 0.]])
     """
-    tall, G = _gram(A)
+    tall, G = _gram(A, keywords)
     return _product(tall, inv_root(G, 2, **keywords), A)
 
 
@@ -68,21 +68,23 @@ def orthogonalize_ex(A: Tensor, *, certify: bool = False, **keywords: Unpack[Key
     >>> bool(orthogonalize_ex(A, certify=True).error < 1e-5)
     True
     """
-    tall, G = _gram(A)
+    tall, G = _gram(A, keywords)
     result = inv_root_ex(G, 2, certify=certify, **keywords)
     U = _product(tall, result.root, A)
     if result.certificate is None:
         return Orthogonal(U, torch.full_like(result.bound, torch.nan), result)
-    return Orthogonal(U, _departure(tall.detach(), result, unit_roundoff(A.dtype.to_real())), result)
+    return Orthogonal(U, _departure(tall.detach(), result, unit_roundoff(A.dtype)), result)
 
 
-def _gram(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Return A over its largest entry, which does not change U, tall and in float64, and its Gram matrix."""
+def _gram(A: Tensor, keywords: Keywords) -> tuple[Tensor, Tensor]:
+    """Return A over its largest entry, tall and in float64, and its Gram matrix. Without an absolute damping that does not change U, nor its derivatives."""
     check_rows(A, "A", (*REAL_DTYPES, *COMPLEX_DTYPES))
     tall = A if A.shape[-2] >= A.shape[-1] else A.mH
     real = wide(A.device)
     tall = tall.to(torch.promote_types(A.dtype, real))
-    largest = tall.detach().abs().amax((-2, -1), keepdim=True)
+    damping = keywords.get("damping", 0.0)
+    matters = isinstance(damping, Tensor) or damping != 0
+    largest = (tall if matters else tall.detach()).abs().amax((-2, -1), keepdim=True)
     with torch.autocast(A.device.type, enabled=False):
         tall = tall / torch.where(largest > 0, largest, 1.0)
         return tall, tall.mH @ tall
@@ -103,9 +105,9 @@ def _departure(tall: Tensor, result: InvRoot, u: float) -> Tensor:
     """
     assert result.certificate is not None
     m, n = tall.shape[-2:]
-    wide_u = unit_roundoff(torch.float64)
-    size = torch.linalg.vector_norm(tall, dim=(-2, -1)).to(torch.float64)
-    X = torch.linalg.matrix_norm(result.root.nan_to_num(0.0)).to(torch.float64)
+    wide_u = unit_roundoff(wide(tall.device))
+    size = torch.linalg.vector_norm(tall, dim=(-2, -1))
+    X = torch.linalg.matrix_norm(result.root.detach().nan_to_num(0.0))
     exact = result.certificate.eta + X**2 * (8 * (m + n + 2) * wide_u * size**2 + result.damping)
     rounded = (8 * (n + 2) * wide_u * size * X + u * (1 + exact).sqrt() * n**0.5) * (1 + 8 * n * u)
     total = (exact + 2 * (1 + exact).sqrt() * rounded + rounded**2) * (1 + 64 * wide_u)

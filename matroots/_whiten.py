@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
@@ -89,7 +90,7 @@ def _covariance(x: Tensor, kind: Kind, correction: int, keywords: Keywords) -> t
     if kind not in get_args(Kind):
         raise ValueError(f"kind: expected one of {get_args(Kind)}, got {kind!r}")
     m, n = x.shape[-2:]
-    if not isinstance(correction, int) or not 0 <= correction < m:
+    if isinstance(correction, bool) or not isinstance(correction, Integral) or not 0 <= correction < m:
         raise ValueError(
             f"correction: expected an integer from 0 to {m - 1}, one less than observations, got {correction!r}"
         )
@@ -103,7 +104,7 @@ def _covariance(x: Tensor, kind: Kind, correction: int, keywords: Keywords) -> t
         wide_enough = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = wide_enough.mean(-2, keepdim=True)
         centred = wide_enough - mean
-        return centred, mean, centred.mT @ centred / (m - correction)
+        return centred, mean, centred.mT @ centred / (m - int(correction))
 
 
 def _rotated(W: Tensor, C: Tensor, kind: Kind) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import mpmath
 import numpy as np
 import pytest
 import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matrices import orthogonal, spd, with_spectrum
+from matrices import orthogonal, spd
 from table import FP32, FP64
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
@@ -149,6 +150,7 @@ def test_dtypes_of_whitening(dtype):
             "^x: 3 observations of 3 features have a singular covariance.*rel_damping",
         ),
         (torch.rand(9, 3), {"kind": "chol"}, ValueError, "^kind: expected one of"),
+        (torch.rand(9, 3), {"correction": True}, ValueError, "^correction: expected an integer"),
         (torch.rand(9, 3), {"correction": 9}, ValueError, "^correction: expected an integer from 0 to 8"),
         (torch.rand(9, 3), {"damp": 1}, TypeError, "damp"),
         (torch.ones(9, 3), {}, matroots.RootError, "SINGULAR"),
@@ -218,8 +220,10 @@ def test_scale_does_not_matter(scale):
 def test_gradients_of_orthogonalize(shape):
     for dtype in (FP64, torch.complex128):
         A = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        assert gradcheck(matroots.orthogonalize, A)
-        assert gradgradcheck(matroots.orthogonalize, A)
+        for keywords in ({}, {"damping": 0.1}, {"rel_damping": 0.1}):
+            assert gradcheck(lambda A, k=keywords: matroots.orthogonalize(A, **k), A)
+            assert gradgradcheck(lambda A, k=keywords: matroots.orthogonalize(A, **k), A)
+    assert not matroots.orthogonalize_ex(A, certify=True).error.requires_grad
 
 
 def test_the_gradient_at_an_orthogonal_matrix():
@@ -255,20 +259,54 @@ def test_the_distance_is_what_scipy_makes_of_it():
     assert matroots.frechet_distance(m, C, m, C).item() == pytest.approx(0.0, abs=1e-13)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(n=st.integers(1, 8), rank=st.integers(0, 8), seed=st.integers(0, 99), scale=st.floats(-10, 10))
-def test_the_bound_on_the_distance_holds(n, rank, seed, scale):
-    """Commuting covariances, whose distance is ``sum (sqrt(c) - sqrt(d))^2``; some of them singular."""
-    draw = np.random.default_rng(seed)
-    c, d = (draw.uniform(0, 1, n) * 10.0**scale for _ in range(2))
-    c[rank:] = 0
-    exact = float(((np.sqrt(c) - np.sqrt(d)) ** 2).sum())
-    C, D = with_spectrum(c, seed), with_spectrum(d, seed)
+def exact_distance(C: Tensor, D: Tensor) -> mpmath.mpf:
+    """In fifty digits."""
+    with mpmath.workdps(50):
+        values, Q = mpmath.eigsy(mpmath.matrix(C.tolist()))
+        S = Q * mpmath.diag([mpmath.sqrt(max(v, 0)) for v in values]) * Q.T
+        shared = mpmath.eigsy(S * mpmath.matrix(D.tolist()) * S, eigvals_only=True)
+        traces = sum((mpmath.mpf(v) for v in (*C.diagonal().tolist(), *D.diagonal().tolist())), mpmath.mpf(0))
+        return traces - 2 * sum(mpmath.sqrt(max(v, 0)) for v in shared)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_bound_on_the_distance_holds(seed):
+    """Covariances of integers are what they are exactly, and may be singular."""
+    draw = torch.Generator().manual_seed(seed)
+    n = 1 + seed % 4
+    x, y = (torch.randint(-3, 4, (1 + k, n), generator=draw).double() for k in (seed // 4 % 3, seed % 3))
+    C, D = x.mT @ x, (y.mT @ y) * 2.0 ** ((7 * seed) % 40 - 20)
     mean = torch.zeros(n, dtype=FP64)
     distance, error = matroots.frechet_distance_ex(mean, C, mean, D)
-    entries = 1e-15 * n * float(np.abs(c).max(initial=0) + d.max())  # what forming C and D has rounded
-    assert abs(distance.item() - exact) <= error.item() + n * np.sqrt(entries * d.max()) + entries
-    assert error.item() <= 1e-5 * (c.sum() + d.sum())
+    assert abs(mpmath.mpf(distance.item()) - exact_distance(C, D)) <= mpmath.mpf(error.item())
+    assert error.item() <= 1e-5 * (C.trace() + D.trace()) + 1e-300
+
+
+def test_the_distance_of_what_does_not_overlap():
+    """``tr C + tr D`` for covariances in orthogonal directions; nearly so too."""
+    for overlap in (0.0, 1e-10, 1e-6, 1e-3):
+        Q = orthogonal(6, 4)
+        left, right = Q[:, :3], Q[:, 3:] * np.sqrt(1 - overlap**2) + Q[:, :3] * overlap
+        mean = torch.zeros(6, dtype=FP64)
+        distance, error = matroots.frechet_distance_ex(mean, left @ left.mT, mean, right @ right.mT)
+        assert abs(distance.item() - (6 - 2 * 3 * overlap)) <= error.item() + 1e-14
+        assert error.item() < 1e-4
+
+
+def test_the_distance_of_few_samples_in_float32():
+    """Singular covariances whose smallest eigenvalues are rounding, of either sign."""
+    x, y = torch.randn(2, 10, 20, generator=torch.Generator().manual_seed(0))
+    found = matroots.frechet_distance(x.mean(0), torch.cov(x.mT), y.mean(0), torch.cov(y.mT))
+    x, y = x.double(), y.double()
+    exact = matroots.frechet_distance(x.mean(0), torch.cov(x.mT), y.mean(0), torch.cov(y.mT))
+    assert found.item() == pytest.approx(exact.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-165, 1e150, 1e300])
+def test_the_distance_at_any_scale(scale):
+    eye, mean = torch.eye(3, dtype=FP64) * scale, torch.zeros(3, dtype=FP64)
+    distance, error = matroots.frechet_distance_ex(mean, eye, mean, 4 * eye)
+    assert abs(distance.item() / scale - 3) <= error.item() / scale < 1e-9
 
 
 def test_the_bound_is_tight_enough_to_be_of_use():
@@ -302,7 +340,18 @@ def test_the_distance_of_batches_and_what_is_refused():
         matroots.frechet_distance(torch.zeros(2), C, m, C)
     with pytest.raises(ValueError, match=r"^covariance: expected \(\*, n, n\)"):
         matroots.frechet_distance(m, m, m, C)
-    with pytest.raises(matroots.RootError, match="INDEFINITE"):
+    with pytest.raises(matroots.RootError, match=r"^covariance: .*members \[0\], \[1\] of batch.*INDEFINITE"):
         matroots.frechet_distance(m, -C, m, C)
+    with pytest.raises(matroots.RootError, match=r"^other_covariance: .*INDEFINITE"):
+        matroots.frechet_distance(m, C, m, -C)
+    with pytest.raises(matroots.RootError, match=r"^other_covariance: .*INDEFINITE"):
+        matroots.frechet_distance(m, C, m, C + torch.ones(3, 3).triu(1))
+    with pytest.raises(ValueError, match="expected batch shapes that broadcast"):
+        matroots.frechet_distance(m, C, torch.zeros(4, 3), C)
+    with pytest.raises(NotImplementedError, match=r"^damping: "):
+        vmap(lambda e: matroots.frechet_distance_ex(m, C, m, C, damping=e))(torch.ones(2))
+    assert matroots.frechet_distance_ex(m * torch.nan, C, m, C).error.tolist() == [np.inf, np.inf]
+    empty = torch.zeros(0)
+    assert matroots.frechet_distance_ex(empty, torch.zeros(0, 0), empty, torch.zeros(0, 0)).distance == 0
     with pytest.raises(ValueError, match=r"^damping: "):
         matroots.frechet_distance(m, C, m, C, damping=-1.0)

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 import matroots
-from matroots import EVD, NewtonDB
+from matroots import EVD, Chebyshev, CoupledNewton, Frobenius, Minimax, MultiPower, NewtonDB, Rational
 from matroots._frechet import Power, frechet, second_frechet
 
 SPECTRA = {
@@ -178,9 +178,10 @@ def test_gradients_scale_as_they_should(row, scale):
         assert torch.dist(A.grad.double(), exact) <= limit * exact.norm()
 
 
+@pytest.mark.parametrize("n", [6, 256])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_gradients(dtype):
-    A = spd(6, 10.0).to(dtype).requires_grad_()
+def test_half_precision_gradients(dtype, n):
+    A = spd(n, 10.0 if n < 10 else 100.0).to(dtype).requires_grad_()
     matroots.inv_root(A, 2).trace().backward()
     B = A.detach().double().requires_grad_()
     matroots.inv_root(B, 2).trace().backward()
@@ -492,6 +493,33 @@ def test_compiled_pairs_complex_matrices_and_vmap():
     assert torch.equal(mapped, matroots.inv_root(A, 2))
 
 
+@compiling
+@pytest.mark.parametrize("inside", [False, True])
+def test_solvers_and_scalings_keep_their_fields(inside):
+    """Made outside of what is compiled, or in it."""
+    A = torch.stack([spd(8, 1e4, seed=s) for s in range(2)])
+    made = {
+        "evd": lambda: {"method": EVD(spectrum="clip", compute_dtype=torch.float64), "damping": 0.1},
+        "ndb": lambda: {"method": NewtonDB(steps=3), "scaling": Frobenius()},
+        "rational": lambda: {"method": Rational(error=0.05, floor=1e-2)},
+        "cn": lambda: {"method": CoupledNewton(steps=2), "scaling": MultiPower(vectors=1, steps=1)},
+        "chebyshev": lambda: {"method": Chebyshev(degree=5, floor=0.1), "max_batch": 1},
+        "minimax": lambda: {"method": Minimax(floor=0.2), "matmul_dtype": torch.bfloat16},
+    }
+    for name, keywords in made.items():
+        torch.compiler.reset()
+        outside = keywords()
+        expected = matroots.inv_root_ex(A, 2, **outside)
+        compiled = torch.compile(
+            lambda M, k=keywords, o=outside: matroots.inv_root_ex(M, 2, **(k() if inside else o)),
+            fullgraph=True,
+            backend="aot_eager",
+        )
+        found = compiled(A)
+        assert torch.equal(found.root, expected.root), name
+        assert torch.equal(found.matmuls, expected.matmuls), name
+
+
 class _OwnSolver(NewtonDB):
     """Somebody's own."""
 
@@ -505,6 +533,91 @@ def test_what_cannot_be_compiled_says_so():
     )
     with pytest.raises(Exception, match="method: a compiled or exported call takes those of matroots only"):
         compiled(A)
+
+
+@compiling
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_derivatives_inside_of_what_is_compiled_are_refused(fullgraph):
+    """Torch drops tangents of operations there, without a word."""
+
+    def function(M: Tensor) -> Tensor:
+        return matroots.inv_root(M, 2).sum()
+
+    for inside in (grad(function), lambda M: jvp(function, (M,), (M,))[1]):
+        torch.compiler.reset()
+        compiled = torch.compile(inside, fullgraph=fullgraph, backend="aot_eager")
+        with pytest.raises(Exception, match="are not possible inside of a compiled or exported function"):
+            compiled(spd(3))
+
+
+@compiling
+def test_gradients_of_a_vmap_that_is_compiled():
+    torch.compiler.reset()
+    A = torch.stack([spd(3), 3 * spd(3, seed=1)])
+
+    def function(M: Tensor, eps: Tensor) -> Tensor:
+        return vmap(lambda m, e: matroots.inv_root(m, 2, damping=e, rel_damping=0.3))(M, eps).sum()
+
+    found = [A.clone().requires_grad_(), torch.tensor([0.1, 0.2], dtype=FP64, requires_grad=True)]
+    expected = [t.detach().clone().requires_grad_() for t in found]
+    torch.compile(function, fullgraph=True, backend="aot_eager")(*found).backward()
+    function(*expected).backward()
+    for a, b in zip(found, expected, strict=True):
+        assert a.grad is not None
+        assert torch.allclose(a.grad, b.grad, rtol=1e-12, atol=1e-13)
+    torch.compiler.reset()
+    clipped = vmap(lambda m: matroots.inv_root(m, 2, method=EVD(spectrum="abs")))
+    with pytest.raises(Exception, match="no derivative"):
+        torch.compile(clipped, fullgraph=True, backend="aot_eager")(
+            A.clone().requires_grad_()
+        ).sum().backward()
+
+
+class _Damped(torch.nn.Module):
+    def forward(self, A: Tensor, eps: Tensor) -> Tensor:
+        """Return a root that depends on the damping in two ways."""
+        return matroots.inv_root(A, 2, damping=eps, rel_damping=0.3)
+
+
+def test_gradients_of_an_exported_program():
+    """Of inputs that asked for none when it was traced; second ones are refused."""
+    A, eps = torch.stack([spd(3), spd(3, seed=1)]), torch.tensor([0.1, 0.2], dtype=FP64)
+    program = torch.export.export(_Damped(), (A, eps)).module()
+    found = [A.clone().requires_grad_(), eps.clone().requires_grad_()]
+    expected = [A.clone().requires_grad_(), eps.clone().requires_grad_()]
+    program(*found).sum().backward()
+    _Damped()(*expected).sum().backward()
+    for a, b in zip(found, expected, strict=True):
+        assert a.grad is not None
+        assert torch.allclose(a.grad, b.grad, rtol=1e-12, atol=1e-13)
+    (first,) = torch.autograd.grad(program(*found).sum(), found[:1], create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivatives only"):
+        first.sum().backward()
+
+
+def test_results_may_be_written_to():
+    """As those of torch: what was written over cannot be differentiated any more, and says so."""
+    A = spd(3).requires_grad_()
+    X = matroots.inv_root(A, 2)
+    X.diagonal().add_(1.0)
+    X = matroots.inv_root(A, 2)
+    Y = X.sum()
+    X.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Y.backward()
+
+
+def test_rel_damping_at_the_ends_of_the_range():
+    """``A -> c A`` makes the gradient ``c^{-3/2}`` times as large."""
+    A = spd(3)
+    gradients = []
+    for scale in (1.0, 2.0**500, 2.0**-500):
+        M = (A * scale).requires_grad_()
+        matroots.inv_root(M, 2, rel_damping=0.3).sum().backward()
+        assert M.grad is not None
+        gradients.append(M.grad * scale**0.5 * scale)
+    assert torch.allclose(gradients[1], gradients[0], rtol=1e-11)
+    assert torch.allclose(gradients[2], gradients[0], rtol=1e-11)
 
 
 class _Whitening(torch.nn.Module):
@@ -536,6 +649,6 @@ def test_torch_checks_the_operations():
 
     A = torch.stack([spd(3, seed=s) for s in range(2)]).requires_grad_()
     eps = torch.zeros(2, dtype=FP64)
-    text = _opaque.encoded(2, "inverse", False, True, method="ndb")
+    text = _opaque.encoded(2, "inverse", False, True, False, method="ndb")
     torch.library.opcheck(_opaque.solve, (A, A.detach(), eps, text, False))
     torch.library.opcheck(_opaque.derivative, (A.detach(), A.detach(), 2.0, -1))

@@ -48,6 +48,19 @@ def test_roots_of_hermitian_matrices(row, dtype, limit):
         assert distance(X, exact) < limit
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_the_certificate_is_of_what_is_returned(n):
+    """Not of the real root that it is the mean of two copies of."""
+    A = torch.stack([hermitian(n, 30.0, seed=s, dtype=torch.complex64)[0] for s in range(60)])
+    result = matroots.inv_root_ex(A, 2, method="ndb", certify=True)
+    values, Q = np.linalg.eigh(A.numpy().astype(np.complex128))
+    exact = (Q * values[:, None, :] ** -0.5) @ Q.conj().swapaxes(1, 2)
+    size = np.linalg.norm(exact, 2, axis=(1, 2))
+    errors = np.linalg.norm(result.root.numpy() - exact, 2, axis=(1, 2)) / size
+    assert result.certificate is not None
+    assert (errors <= result.certificate.relative_error.numpy() + 1e-14).all()
+
+
 def test_batches_damping_and_status():
     A = torch.stack([hermitian(4, 10.0, seed=s)[0] for s in range(3)])
     A[1] = -A[1]
