@@ -551,20 +551,9 @@ def _wandb_history(path: Path) -> dict[tuple[str, int], float]:
     return found
 
 
-REFRESHED = [
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    9,
-    11,
-    13,
-    15,
-    17,
-]  # every step until the 8th, every second until the 16th, then every fourth
+def _refreshed(block: int, until: int) -> list[int]:
+    """Return the steps up to ``until`` in which it is a block's turn: one in 1, 2, 4 while a quarter of the gradients is as many."""
+    return [t for t in range(1, until + 1) if (t - 1 + block) % (1 << (max(1, t // 4).bit_length() - 1)) == 0]
 
 
 def _check_numbers(logged: dict[tuple[str, int], float]) -> None:
@@ -579,10 +568,10 @@ def _check_numbers(logged: dict[tuple[str, int], float]) -> None:
         assert logged["dash/failures", step] == logged["dash/skipped_steps", step] == 0
         assert 0 < logged["dash/largest_certified_error", step] < math.inf
         assert logged["grafting/3.weight", step] > 0
-    taken = [[r for r in REFRESHED if r <= step] for step in steps]
-    assert [logged["dash/refreshes", step] for step in steps] == [16 * len(r) for r in taken]
-    ages = [step - r[-1] for step, r in zip(steps, taken, strict=True)]
-    assert [logged["dash/largest_staleness", step] for step in steps] == ages
+    turns = {step: [_refreshed(block, step) for block in range(8)] for step in steps}
+    for step in steps:  # two factors a block
+        assert logged["dash/refreshes", step] == 2 * sum(map(len, turns[step]))
+        assert logged["dash/largest_staleness", step] == max(step - turn[-1] for turn in turns[step])
 
 
 def test_scalars_by_parameter_are_medians_of_its_blocks() -> None:
