@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is it better? DASH beside AdamW, Muon, SOAP and ScalableShampoo, each at its own best learning rate.
 
-Every optimizer is swept over learning rates with the first seed. Then the best of each is run with every seed, one at a time, so that seconds can be compared. And DASH is
+Every optimizer is swept over learning rates with the first seed, the short runs of DASH with all. Then the best of each is run with every seed, one at a time, so that seconds can be compared. And DASH is
 swept over runs *scheduled* for 0.4 times the steps: the question is after how many steps, and seconds, it reaches the loss that AdamW ends with.
 """
 
@@ -50,7 +50,9 @@ def run(settings: Settings) -> Report:
     settings = settings.without_steps()
     short = max(1, round(SHORT * steps))
     swept = {(kind, steps): _sweep(kind, steps, settings) for kind in kinds}
-    swept["dash", short] = _sweep("dash", short, settings)
+    swept["dash", short] = _sweep(
+        "dash", short, settings, settings.seeds
+    )  # at the edge of its rates one seed tells little
     points = {
         (f"{kind}, {count} steps", rate): outcomes
         for (kind, count), groups in swept.items()
@@ -70,9 +72,9 @@ def _arm(label: str, kind: str, rate: float, steps: int) -> Arm:
     return Arm(label, {"optimizer": options, "training": {"steps": steps}, "logging": {"validate_every": 10}})
 
 
-def _sweep(kind: str, steps: int, settings: Settings) -> Groups:
+def _sweep(kind: str, steps: int, settings: Settings, seeds: Sequence[int] = ()) -> Groups:
     arms = [_arm(f"{kind}-{steps}-{rate:g}", kind, rate, steps) for rate in _rates(kind, settings)]
-    return run_arms("better/sweep", arms, replace(settings, seeds=settings.seeds[:1]))
+    return run_arms("better/sweep", arms, replace(settings, seeds=tuple(seeds) or settings.seeds[:1]))
 
 
 def _timed(best: Mapping[str, float], settings: Settings) -> Groups:
