@@ -21,13 +21,14 @@ from dash_optim.studies._arms import (
     QUICK,
     Arm,
     Settings,
+    chance,
     cross_table,
     difference,
     loss_cells,
     shown_difference,
     slug,
 )
-from dash_optim.studies.better import reached
+from dash_optim.studies.better import loss_after, reached
 from dash_optim.studies.compress import outliers, recorded_inputs, round_to_nearest
 from dash_optim.training.data import Corpus, load_corpus
 from dash_optim.training.loop import check, load_model
@@ -90,6 +91,12 @@ def test_a_loss_that_is_never_reached_is_nan():
 @pytest.mark.parametrize("before", [math.inf, math.nan])
 def test_there_is_no_line_from_an_infinite_loss(before):
     assert reached(outcome(curve=[(10, 1.0, before), (20, 2.0, 2.0)]), 2.5) == (20, 2.0)
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.75, 2.5), (1.0, 2.0), (9.0, 2.0)])
+def test_the_loss_after_a_time_is_on_the_line_between_two_looks(seconds, expected):
+    assert loss_after(outcome(2.0), seconds) == pytest.approx(expected)
+    assert loss_after(outcome(2.0, diverged=True), seconds) == math.inf
 
 
 # differences
@@ -330,16 +337,33 @@ def test_steps_of_better_are_the_whole_run_and_a_share_of_it(tmp_path, recorded)
     for folder, job in recorded.jobs.items():
         if folder.startswith("timed/"):
             steps[job.optimizer["type"]].add(job.training.steps)
-    assert steps == {"dash": {50, 20}, "adamw": {50}, "muon": {50}}
+    assert steps.keys() >= {"dash", "adamw", "muon"}
+    assert all(each == {50, 20} for each in steps.values())
     swept = [job for folder, job in recorded.jobs.items() if folder.startswith("sweep/dash-")]
     assert sorted((job.training.steps, job.optimizer["lr"]) for job in swept) == [
         (steps, rate) for steps in (20, 50) for rate in better.RATES["dash"]
     ]
 
 
+def test_what_the_answer_hangs_on_is_swept_with_every_seed(tmp_path, recorded):
+    better.run(Settings(tmp_path, {"training": {"steps": 50}}, (0, 1)))
+    seeds = defaultdict(set)
+    for folder, job in recorded.jobs.items():
+        if folder.startswith("sweep/"):
+            seeds[job.optimizer["type"], job.training.steps].add(job.training.seed)
+    assert {key for key, found in seeds.items() if found == {0, 1}} == {("adamw", 50), ("dash", 20)}
+    assert all(0 in found for found in seeds.values())
+
+
+def test_chance_is_students_t():
+    assert "from 12.7 of them" in chance((0, 1))  # 1 degree of freedom: tan(0.475 pi)
+    assert "from 4.3 of them" in chance((0, 1, 2))  # 2 degrees: 0.95 sqrt(2 / (1 - 0.95^2))
+    assert "One seed" in chance((7,))
+
+
 def test_peers_that_are_not_installed_are_named(tmp_path, recorded):
     report = better.run(Settings(tmp_path, {}, (0,)))
-    (note,) = report.notes
+    note = report.notes[-1]
     has_peers = any(job.optimizer["type"] == "soap" for job in recorded.jobs.values())
     assert ("left out" in note) is not has_peers
 

@@ -8,15 +8,19 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from scipy import stats
 
 from dash_optim.training.outcome import Outcome
 from dash_optim.training.runs import run_groups
 from dash_optim.training.settings import Job, read_job
 from matroots._command import InputError
 from matroots.studies._report import Table, fixed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Groups = dict[str, list[Outcome]]
 """The outcomes of each arm, by its label, one for each seed."""
@@ -130,6 +134,35 @@ def shown_difference(outcomes: Sequence[Outcome], reference: Sequence[Outcome]) 
     """Return :func:`difference` as a cell."""
     delta, error = difference(outcomes, reference)
     return "-" if math.isinf(delta) else f"{delta:+.3f}" + ("" if math.isnan(error) else f" ± {error:.3f}")
+
+
+def draw_means(
+    axes: Axes, points: Iterable[tuple[float, Sequence[float]]], colour: str, label: str | None
+) -> None:
+    """Draw means of losses against what was varied, from left to right, with bars of one standard deviation over seeds."""
+    x, each = zip(*sorted(points), strict=True)
+    finite = [np.where(np.isinf(values), np.nan, values) for values in each]  # diverged: a gap
+    axes.errorbar(
+        x,
+        [values.mean() for values in finite],
+        yerr=[values.std(ddof=1) if len(values) > 1 else 0.0 for values in finite],
+        marker="o",
+        markersize=4,
+        capsize=2,
+        color=colour,
+        label=label,
+    )
+
+
+def chance(seeds: Sequence[int]) -> str:
+    """Return what belongs under a table of differences: how many of its standard errors may be chance, by Student's t for this few seeds."""
+    if len(seeds) < 2:
+        return "One seed: what differs may be chance."
+    bound = float(stats.t.ppf(0.975, len(seeds) - 1))
+    return (
+        f"± is one standard error over {len(seeds)} seeds. A difference that was asked for beforehand is significant (5 %, two-sided t test)"
+        f" from {bound:.1f} of them; the best of many arms, picked afterwards, needs more."
+    )
 
 
 LOSS_COLUMNS: Final = ("held-out loss by seed", "mean")

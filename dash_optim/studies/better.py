@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is it better? DASH beside AdamW, Muon, SOAP and ScalableShampoo, each at its own best learning rate.
 
-Every optimizer is swept over learning rates with the first seed, the short runs of DASH with all. Then the best of each is run with every seed, one at a time, so that seconds can be compared. And DASH is
-swept over runs *scheduled* for 0.4 times the steps: the question is after how many steps, and seconds, it reaches the loss that AdamW ends with.
+Every optimizer is swept over learning rates, in runs of all steps and in runs *scheduled* for 0.4 times as many: the question is after how many steps, and seconds, DASH reaches the loss that
+AdamW ends with. Sweeps are of the first seed; those that the answer hangs on, AdamW's long runs and DASH's short ones, of all. Then the best of each is run with every seed, one at a time, so that seconds can be
+compared.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dash_optim.studies._arms import Arm, Groups, Settings, loss_cells, losses, rows, run_arms
+from dash_optim.studies._arms import Arm, Groups, Settings, chance, loss_cells, losses, rows, run_arms
 from dash_optim.training.compare import loss_curves
 from dash_optim.training.outcome import PARTS, Outcome
 from dash_optim.training.sweep import best_rates, sweep_figure
@@ -28,6 +29,8 @@ RATES: Final[dict[str, tuple[float, ...]]] = {
     "soap": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
     "shampoo": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
 }
+Points = Mapping[tuple[str, float], Sequence[Outcome]]
+"""The outcomes of each optimizer, by name, at each rate."""
 PEERS: Final = ("soap", "shampoo")
 SHORT: Final = 0.4
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
@@ -49,18 +52,16 @@ def run(settings: Settings) -> Report:
     steps = settings.job(Arm(""), settings.seeds[0]).training.steps
     settings = settings.without_steps()
     short = max(1, round(SHORT * steps))
-    swept = {(kind, steps): _sweep(kind, steps, settings) for kind in kinds}
-    swept["dash", short] = _sweep(
-        "dash", short, settings, settings.seeds
-    )  # at the edge of its rates one seed tells little
+    decisive = (("adamw", steps), ("dash", short))
     points = {
         (f"{kind}, {count} steps", rate): outcomes
-        for (kind, count), groups in swept.items()
-        for rate, outcomes in zip(_rates(kind, settings), groups.values(), strict=True)
+        for count in (steps, short)
+        for kind in kinds
+        for rate, outcomes in _sweep(kind, count, settings, every=(kind, count) in decisive).items()
     }
     best = best_rates(points)
     timed = _timed(best, settings)
-    return _report(timed, points, best, f"dash, {short} steps", settings)
+    return _report(timed, points, best, steps, short, settings)
 
 
 def _rates(kind: str, settings: Settings) -> tuple[float, ...]:
@@ -72,9 +73,13 @@ def _arm(label: str, kind: str, rate: float, steps: int) -> Arm:
     return Arm(label, {"optimizer": options, "training": {"steps": steps}, "logging": {"validate_every": 10}})
 
 
-def _sweep(kind: str, steps: int, settings: Settings, seeds: Sequence[int] = ()) -> Groups:
-    arms = [_arm(f"{kind}-{steps}-{rate:g}", kind, rate, steps) for rate in _rates(kind, settings)]
-    return run_arms("better/sweep", arms, replace(settings, seeds=tuple(seeds) or settings.seeds[:1]))
+def _sweep(kind: str, steps: int, settings: Settings, every: bool) -> dict[float, list[Outcome]]:
+    """Return the outcomes at each rate, of every seed or of the first."""
+    rates = _rates(kind, settings)
+    arms = [_arm(f"{kind}-{steps}-{rate:g}", kind, rate, steps) for rate in rates]
+    seeds = settings.seeds if every else settings.seeds[:1]
+    groups = run_arms("better/sweep", arms, replace(settings, seeds=seeds))
+    return dict(zip(rates, groups.values(), strict=True))
 
 
 def _timed(best: Mapping[str, float], settings: Settings) -> Groups:
@@ -104,30 +109,41 @@ def reached(outcome: Outcome, target: float) -> tuple[float, float]:
     return math.nan, math.nan
 
 
+def loss_after(outcome: Outcome, seconds: float) -> float:
+    """Return the loss of a run after a time, between two looks by interpolation; its last if it took less, infinity if it diverged."""
+    if outcome.diverged or not outcome.curve:
+        return math.inf
+    _, at, loss = zip(*outcome.curve, strict=True)
+    return float(np.interp(seconds, at, loss))
+
+
 def _report(
     timed: Groups,
-    points: Mapping[tuple[str, float], Sequence[Outcome]],
+    points: Points,
     best: Mapping[str, float],
-    short: str,
+    steps: int,
+    short: int,
     settings: Settings,
 ) -> Report:
-    adamw = next(name for name in timed if name.startswith("adamw"))
+    adamw, dash = f"adamw, {steps} steps", f"dash, {short} steps"
     target = float(np.mean(losses(timed[adamw])))
-    steps, seconds = timed[adamw][0].steps, float(np.mean([o.seconds for o in timed[adamw]]))
+    seconds = float(np.mean([outcome.seconds for outcome in timed[adamw]]))
     table = [
         (
             name,
             f"{best[name]:g}",
             *loss_cells(outcomes, timed[adamw]),
             *_share(outcomes, target, steps, seconds),
+            fixed(float(np.mean([loss_after(outcome, seconds) for outcome in outcomes])), 3),
         )
         for name, outcomes in timed.items()
     ]
+    drawn = {name: outcomes for name, outcomes in timed.items() if name == dash or _is_of(name, steps)}
     title = f"Is it better? {timed[adamw][0].parameters / 1e6:.2g}M parameters, {steps} steps, {len(settings.seeds)} seeds"
     return Report(
         name="better",
         title=title,
-        summary=_summary(timed, short, target, steps, seconds),
+        summary=_summary(timed, dash, target, steps, seconds),
         tables=[
             Table(
                 f"Each at its best rate; steps and seconds to AdamW's final loss ({target:.3f}), as shares of AdamW's {steps} steps and {seconds:.0f} s",
@@ -140,6 +156,7 @@ def _report(
                     "steps to it",
                     "seconds to it",
                     "seconds of the run",
+                    f"loss after {seconds:.0f} s",
                 ),
                 table,
             ),
@@ -149,21 +166,33 @@ def _report(
             Plot(
                 "better",
                 "Loss on held-out text, each optimizer at its best rate; mean over seeds, bands from lowest to highest. Runs one at a time.",
-                loss_curves(timed, title),
+                loss_curves(drawn, title),
             ),
-            Plot(
-                "better_rates",
-                "Mean final loss against the peak learning rate.",
-                sweep_figure(points, best, title),
-            ),
+            *(_rates_plot(count, points, best) for count in (steps, short)),
         ],
         data={"better": rows(timed), "better_sweep": _sweep_rows(points)},
         notes=[
+            chance(settings.seeds),
             "Refreshes of SOAP and ScalableShampoo as often as DASH's, every ten steps; everything else as it comes, betas and weight decay as in docs/training.md."
             if find_spec("pytorch_optimizer")
-            else "SOAP and ScalableShampoo are left out: they are pytorch-optimizer's, of the extra 'bench', which is not installed."
+            else "SOAP and ScalableShampoo are left out: they are pytorch-optimizer's, of the extra 'bench', which is not installed.",
         ],
     )
+
+
+def _is_of(name: str, steps: int) -> bool:
+    return name.endswith(f", {steps} steps")
+
+
+def _rates_plot(steps: int, points: Points, best: Mapping[str, float]) -> Plot:
+    here = {point: outcomes for point, outcomes in points.items() if _is_of(point[0], steps)}
+    figure = sweep_figure(
+        here,
+        {name: rate for name, rate in best.items() if _is_of(name, steps)},
+        f"Learning rates of runs of {steps} steps",
+    )
+    caption = f"Mean final loss against the peak learning rate, runs of {steps} steps; bars from lowest to highest where there are several seeds."
+    return Plot(f"better_rates_{steps}", caption, figure)
 
 
 def _share(outcomes: Sequence[Outcome], target: float, steps: int, seconds: float) -> tuple[str, str, str]:
@@ -173,10 +202,10 @@ def _share(outcomes: Sequence[Outcome], target: float, steps: int, seconds: floa
     return fixed(mean_steps / steps, 2), fixed(mean_seconds / seconds, 2), fixed(whole / seconds, 2)
 
 
-def _summary(timed: Groups, short: str, target: float, steps: int, seconds: float) -> str:
-    loss = float(np.mean(losses(timed[short])))
-    count = timed[short][0].steps
-    took = float(np.mean([outcome.seconds for outcome in timed[short]]))
+def _summary(timed: Groups, dash: str, target: float, steps: int, seconds: float) -> str:
+    loss = float(np.mean(losses(timed[dash])))
+    count = timed[dash][0].steps
+    took = float(np.mean([outcome.seconds for outcome in timed[dash]]))
     verdict = "below" if loss <= target else "above"
     order = sorted(timed, key=lambda name: float(np.mean(losses(timed[name]))))
     return (
@@ -196,12 +225,12 @@ def _times(timed: Groups) -> Table:
     ]
     return Table(
         "Mean time of a step and memory of the state",
-        ("optimizer", *(f"{part} ms" for part in PARTS), "state MB"),
+        ("optimizer", *(f"{part} ms" for part in PARTS), "state MiB"),
         table,
     )
 
 
-def _sweep_rows(points: Mapping[tuple[str, float], Sequence[Outcome]]) -> list[dict[str, object]]:
+def _sweep_rows(points: Points) -> list[dict[str, object]]:
     return [
         {
             "optimizer": name,

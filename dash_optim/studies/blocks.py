@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dash_optim.studies._arms import Arm, Settings, loss_cells, rows, run_arms
+from dash_optim.studies._arms import Arm, Settings, chance, loss_cells, rows, run_arms
 from dash_optim.training.compare import loss_curves
 from matroots.studies._report import Plot, Report, Table, fixed
 
@@ -43,7 +43,7 @@ def run(settings: Settings) -> Report:
         )
         for name, outcomes in groups.items()
     ]
-    columns = ("arm", "held-out loss by seed", "mean", f"minus {REFERENCE}", "optimizer ms", "state MB")
+    columns = ("arm", "held-out loss by seed", "mean", f"minus {REFERENCE}", "optimizer ms", "state MiB")
     sizes = {name: outcomes for name, outcomes in groups.items() if name.startswith("block")}
     return Report(
         name="blocks",
@@ -59,6 +59,7 @@ def run(settings: Settings) -> Report:
         ],
         data={"blocks": rows(groups)},
         notes=[
+            chance(settings.seeds),
             "On a CPU products of half precision are emulated: their loss counts, their time does not.",
             "Arms that name no block size have blocks of 128.",
         ],

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dash_optim.studies._arms import Arm, Settings, loss_cells, rows, run_arms, slug
+from dash_optim.studies._arms import Arm, Settings, chance, loss_cells, rows, run_arms, slug
 from dash_optim.training.loop import load_model
 from dash_optim.training.model import Llama
 from dash_optim.training.outcome import Outcome
@@ -61,6 +61,7 @@ def run(settings: Settings) -> Report:
                 for seed, values in zip(settings.seeds, each, strict=True)
             ],
         },
+        notes=[chance(settings.seeds)],
     )
 
 
@@ -172,7 +173,7 @@ def _summary(measured: dict[str, list[dict[str, float]]]) -> str:
 def _figure(measured: dict[str, list[dict[str, float]]], title: str) -> Any:
     figure, ((axes,),) = grid(1, 1, title)
     for colour, (name, each) in zip(np.resize(PALETTE, len(measured)), measured.items(), strict=True):
-        costs = np.array([[max(values[f"int{bits}"], 1e-6) for bits in BITS] for values in each])
+        costs = np.array([[values[f"int{bits}"] for bits in BITS] for values in each])
         mean = costs.mean(0)
         axes.errorbar(
             BITS,
@@ -183,7 +184,7 @@ def _figure(measured: dict[str, list[dict[str, float]]], title: str) -> Any:
             marker="o",
             markersize=4,
         )
-    axes.set_yscale("log")
+    axes.set_yscale("symlog", linthresh=1e-3)  # at 8 bits it may be a gain
     name_axes(axes, "bits of a weight", "loss that it costs, nats per token")
     figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     return figure

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from dash_optim.studies._arms import Arm, Groups, Settings, loss_cells, rows, run_arms, slug
+from dash_optim.studies._arms import Arm, Groups, Settings, chance, loss_cells, rows, run_arms, slug
 from dash_optim.training.metrics import read
 from matroots.studies._plots import PALETTE, grid, name_axes
 from matroots.studies._report import Plot, Report, Table
@@ -63,7 +63,7 @@ def run(settings: Settings) -> Report:
             Plot(
                 "grafting",
                 "Median grafting coefficient s = ||D|| / ||U|| over the blocks of each kind of layer, mean over layers, Adam grafting, first seed; the band is 0.8 to 1.2.",
-                _figure(curves, title),
+                _figure(curves, title.replace(f"{len(settings.seeds)} seeds", f"seed {settings.seeds[0]}")),
             )
         ],
         data={
@@ -75,6 +75,7 @@ def run(settings: Settings) -> Report:
                 for step, value in zip(steps, values, strict=True)
             ],
         },
+        notes=[chance(settings.seeds)],
     )
 
 

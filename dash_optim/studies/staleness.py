@@ -7,7 +7,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from dash_optim.studies._arms import Arm, Groups, Settings, loss_cells, losses, rows, run_arms
+from dash_optim.studies._arms import (
+    Arm,
+    Groups,
+    Settings,
+    chance,
+    draw_means,
+    loss_cells,
+    losses,
+    rows,
+    run_arms,
+)
 from matroots.studies._plots import PALETTE, grid, name_axes
 from matroots.studies._report import Plot, Report, Table, fixed
 
@@ -56,9 +66,7 @@ def run(settings: Settings) -> Report:
         "roots a factor and step",
         "optimizer ms",
     )
-    caption = (
-        "Loss against the share of roots that are computed: intervals, staggered and certified refreshes."
-    )
+    caption = "Loss against the share of roots that are computed: intervals, staggered and certified refreshes. Bars: standard deviation over seeds."
     return Report(
         name="staleness",
         title=title,
@@ -66,7 +74,7 @@ def run(settings: Settings) -> Report:
         tables=[Table("Loss, roots and time by refresh (± standard error, paired by seed)", columns, table)],
         plots=[Plot("staleness", caption, _figure(groups, title))],
         data={"staleness": rows(groups)},
-        notes=["rel_damping 1e-4: certificates in float32 want that much."],
+        notes=[chance(settings.seeds), "rel_damping 1e-4: certificates in float32 want that much."],
     )
 
 
@@ -79,14 +87,8 @@ def _figure(groups: Groups, title: str) -> Any:
     for axes, p in zip(panels, EXPONENTS, strict=True):
         for colour, kind in zip(PALETTE, ("every", "staggered", "certified"), strict=False):
             labels = [label for label in groups if label.startswith(f"p={p}, {kind}")]
-            points = sorted(
-                (_roots(groups, label), float(np.mean(losses(groups[label])))) for label in labels
-            )
-            if points:
-                x, y = zip(*points, strict=True)
-                axes.plot(
-                    x, y, marker="o", markersize=4, color=colour, label=kind if p == EXPONENTS[0] else None
-                )
+            points = [(_roots(groups, label), losses(groups[label])) for label in labels]
+            draw_means(axes, points, colour, kind if p == EXPONENTS[0] else None)
         axes.set_xscale("log")
         name_axes(
             axes,

@@ -80,12 +80,16 @@ def draw_curve(axes: Axes, outcomes: Sequence[Outcome], column: int, colour: str
 
 
 def plain_log_ticks(axes: Axes) -> None:
-    """Label a logarithmic y axis that covers less than a decade with plain numbers."""
-    from matplotlib.ticker import MaxNLocator, ScalarFormatter
+    """Label a logarithmic y axis that covers less than a decade, and an x axis that covers one or two, with plain numbers."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, ScalarFormatter, StrMethodFormatter
 
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
     axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.minorticks_off()
+    axes.yaxis.set_minor_locator(NullLocator())
+    if axes.get_xscale() == "log":
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _losses(groups: Groups) -> Table:
@@ -131,7 +135,7 @@ def _times(groups: Groups) -> Table:
                 fixed(outcomes[0].optimizer_bytes / 2**20),
             )
         )
-    columns = ("optimizer", *(f"{part} ms" for part in PARTS), "seconds in all", "tokens/s", "state MB")
+    columns = ("optimizer", *(f"{part} ms" for part in PARTS), "seconds in all", "tokens/s", "state MiB")
     return Table("Time of a step (mean), and memory of the optimizer's state", columns, rows)
 
 

@@ -89,7 +89,7 @@ def sweep_figure(points: Mapping[Point, Sequence[Outcome]], best: Mapping[str, f
     figure, ((axes,),) = grid(1, 1, title)
     for colour, name in zip(np.resize(PALETTE, len(best)), best, strict=True):
         rates = sorted(rate for other, rate in points if other == name)
-        losses = [[o.loss for o in points[name, rate] if not o.diverged] or [np.nan] for rate in rates]
+        losses = [[np.nan if o.diverged else o.loss for o in points[name, rate]] for rate in rates]
         means = np.array([np.mean(each) for each in losses])
         spread = np.array(
             [[mean - min(each), max(each) - mean] for mean, each in zip(means, losses, strict=True)]
