@@ -30,6 +30,16 @@ OPTIMIZERS: Final[dict[str, type[Optimizer] | str]] = {
 """Optimizers by type; those that are named by a string are pytorch-optimizer's (extra ``bench``)."""
 
 
+def option_names(kind: str) -> list[str]:
+    """Return the options of a type of optimizer."""
+    parameters = inspect.signature(_optimizer(OPTIMIZERS[kind])).parameters
+    return [
+        name
+        for name, parameter in parameters.items()
+        if name != "params" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+
+
 def from_config(params: ParamsT, config: Mapping[str, Any] | str | Path) -> Optimizer:
     """Return the optimizer that a configuration describes.
 
@@ -56,12 +66,7 @@ def from_config(params: ParamsT, config: Mapping[str, Any] | str | Path) -> Opti
     kind = options.pop("type", "dash")
     if kind not in OPTIMIZERS:
         raise ValueError(f"optimizer.type: expected one of {sorted(OPTIMIZERS)}, got {kind!r}")
-    build = _optimizer(OPTIMIZERS[kind])
-    known = [
-        name
-        for name, parameter in inspect.signature(build).parameters.items()
-        if name != "params" and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    ]
+    build, known = _optimizer(OPTIMIZERS[kind]), option_names(kind)
     for name in options:
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.6)
@@ -85,15 +90,45 @@ def _optimizer(kind: type[Optimizer] | str) -> Callable[..., Optimizer]:
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a YAML file holds."""
+    """Return what a YAML file holds; see :func:`parse_yaml`."""
+    return parse_yaml(path.read_text(encoding="utf-8"))
+
+
+def parse_yaml(text: str) -> Any:
+    """Return what a YAML text holds, of plain values only.
+
+    Raises:
+        ValueError: for what is no YAML, a key that stands twice in a mapping, of which one would be lost, and a value that holds itself.
+        ImportError: without the extra ``config``.
+    """
     try:
         import yaml
     except ImportError as error:
         raise ImportError(
             "config: reading YAML needs the extra 'config': pip install 'matroots[config]'"
         ) from error
-    with path.open() as stream:
-        return yaml.safe_load(stream)
+    try:
+        _refuse_lost(yaml.compose(text, yaml.SafeLoader), ())
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _refuse_lost(node: Any, above: tuple[Any, ...]) -> None:
+    """Raise for keys that stand twice in a mapping of a YAML text, and for nodes that are below themselves."""
+    if not isinstance(getattr(node, "value", None), list):
+        return
+    if node in above:
+        raise ValueError(f"line {node.start_mark.line + 1}: a value that holds itself")
+    inside = node.value
+    if inside and isinstance(inside[0], tuple):
+        names = [(key.tag, key.value) for key, _ in inside if isinstance(key.value, str)]
+        for i, (_, name) in enumerate(names):
+            if names[i] in names[:i]:
+                raise ValueError(f"line {node.start_mark.line + 1}: the key {name!r} stands twice")
+        inside = [value for _, value in inside]
+    for one in inside:
+        _refuse_lost(one, (*above, node))
 
 
 def as_number(value: Any) -> Any:

@@ -407,7 +407,7 @@ def test_a_study_by_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["bettr"], "expected section.key=value"),
+        (["bettr"], "expected a study (better, "),
         (["staleness", "p=4"], "optimizer.p: is what this study sets, here to 2; got 4"),
         (["staleness", "training.seed=3"], "training.seed: studies take several, by --seeds"),
         (["staleness", "stepz=3"], "optimizer.stepz: dash has no such option"),

@@ -195,9 +195,9 @@ def test_a_run_that_diverged_is_infinitely_bad():
     assert cells.columns == ("optimizer", "0.1", "0.2", "0.3", "0.4", "best")
     assert cells.rows == [
         ("a", "diverged", "2.500", "2.450*", "diverged", "0.3"),
-        ("b", "diverged*", "", "", "", "0.1"),
+        ("b", "diverged", "", "", "", "-"),
     ]
-    assert [note.partition(":")[0] for note in report.notes] == ["b"]  # at the edge
+    assert not report.notes  # nothing lies at an edge
     assert [row["diverged"] for row in report.data["sweep"]].count(True) == 3
 
 
@@ -245,7 +245,38 @@ def test_a_comparison_of_nothing_but_diverged_runs_can_be_shown(tmp_path):
         sweep_report({(n, 0.1): g for n, g in groups.items()}, "title"),
     ):
         report.plots[0].figure.savefig(tmp_path / "figure.png")
-        assert "inf" in report.summary
+        assert "given up" in report.summary
+        assert "inf" not in report.summary
+
+
+def drawn(groups):
+    """The points of the lines of a comparison's left panel, by label."""
+    axes = comparison(groups, "title").plots[0].figure.axes[0]
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata()), line) for line in axes.lines}
+
+
+def test_seeds_that_were_looked_at_in_different_steps_are_drawn_where_all_were():
+    often = [(step, step / 10, 5.0 - step / 100) for step in range(10, 101, 10)]
+    seldom = [(50, 5.5, 4.0), (100, 11.0, 3.0)]
+    steps, losses, _ = drawn({"a": [outcome(4.0, curve=often), outcome(3.0, 1, curve=seldom)]})["a"]
+    assert steps == [50, 100]
+    assert losses == [4.25, 3.5]
+
+
+def test_a_curve_of_one_point_is_seen():
+    lines = drawn({"one": [outcome(4.0, curve=[(8, 1.0, 4.0)])], "two": [outcome(4.0)]})
+    assert [lines[name][2].get_marker() for name in ("one", "two")] == ["o", "None"]
+
+
+def test_a_folder_of_another_run_is_found_before_the_first_is_run(tmp_path, data, capsys):
+    out = tmp_path / "out"
+    assert main(words("compare", "--optimizers", "sgd", data=data, out=out)) == 0
+    (folder,) = [path for path in out.iterdir() if path.is_dir()]
+    (folder / "result.json").unlink()  # as if it had been killed
+    capsys.readouterr()
+    assert main(words("compare", "steps=13", "--optimizers", "adamw", "sgd", data=data, out=out)) == 2
+    assert "another" in capsys.readouterr().err
+    assert [path for path in out.iterdir() if path.is_dir()] == [folder]
 
 
 # running
@@ -338,6 +369,23 @@ def test_workers_compute_the_same_and_end_with_their_checkpoints(tmp_path, data)
             assert computed(out / name) == computed(tmp_path / "alone" / name)
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+def test_a_second_ctrl_c_does_not_wait_for_workers(tmp_path, data):
+    """However soon after the first: a step that takes a minute would keep the first waiting."""
+    more = ["batch=20000", "context=128", "width=128", "--optimizers", "adamw", "sgd", "--workers", "2"]
+    argv = words("compare", *more, data=data, out=tmp_path / "out")
+    child = command(argv, tmp_path / "log", before=lambda: os.setpgid(0, 0))
+    until(lambda: (tmp_path / "out").exists() and len(folders(tmp_path / "out")) == 2)
+    started = time.monotonic()
+    for _ in range(2):
+        os.killpg(child.pid, signal.SIGINT)
+        time.sleep(0.05)
+    assert child.wait() == 130
+    assert time.monotonic() - started < 10
+    until(lambda: not alive(child.pid), seconds=10)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
 @pytest.mark.slow
 def test_workers_that_are_still_starting_do_not_hear_ctrl_c(tmp_path, data):
     argv = words(
@@ -387,12 +435,13 @@ def test_nothing_is_run_before_all_is_known_to_be_possible(tmp_path, data, capsy
     out = tmp_path / "out"
     for bad, message in {
         "{type: dash, blok_size: 3}": "did you mean 'block_size'?",
-        "{type: adamw, lr: -1}": "nvalid learning rate",
+        "{type: adamw, lr: -1}": "optimizer.lr: expected a finite number >= 0",
+        "{type: adamw, 1.5: 2}": "1: no such section",
         "{type: adamw, model.context: 5000}": "needs windows of 5001 tokens",
         "{type: adamw, training.device: toaster}": "training.device: expected a device",
         "soap": "bench",
         "{type: adamw, training.steps: 0}": "training.steps: expected a number >= 1",
-        "{type: adamw, training.seed: 3}": "training.seed is the same for all, by --seeds",
+        "{type: adamw, training.seed: 3}": "training.seed: is the same for all that are compared, by --seeds",
         "{type: adamw": "--optimizers: expected a type or a YAML mapping",
         "[adamw]": "--optimizers: expected a type or a YAML mapping",
     }.items():

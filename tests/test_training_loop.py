@@ -635,6 +635,30 @@ def test_token_files_with_a_large_vocabulary(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.parametrize("part", ["train", "val"])
+def test_a_token_that_cannot_be_is_found_before_the_first_step(tmp_path, capsys, part):
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    for name in ("train", "val"):
+        tokens(folder / f"{name}.bin", 4_000, 500)
+    with (folder / f"{part}.bin").open("r+b") as stream:
+        stream.seek(5_001 // 2 * 2)
+        stream.write(b"\xf4\x01")  # 500
+    assert main(words("train", "data.vocab=500", data=folder, out=tmp_path / "run")) == 2
+    assert f"{part}.bin: holds token 500, expected less than vocab, 500" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_file_names_that_are_no_text(tmp_path):
+    path = tmp_path / os.fsdecode(b"bad\xff.txt")
+    try:
+        text(path)
+    except OSError:
+        pytest.skip("the file system takes no such name")
+    assert main(words("train", data=path, out=tmp_path / "run")) == 0
+    assert main(words("train", data=path, out=tmp_path / "run")) == 0  # the settings are found again
+
+
 def test_text_files_folders_and_the_default(tmp_path, capsys):
     folder = tmp_path / "texts"
     (folder / "below").mkdir(parents=True)
@@ -668,7 +692,16 @@ BAD = [
     (["optimizer={type: muon, ns_steps: many}"], "optimizer: "),
     (["optimizer={type: sgd, differentiable: true}"], "optimizer: "),
     (["optimizer.eps=2024-01-01"], "optimizer.eps: expected numbers, strings"),
-    (["lr=-1"], "optimizer: lr: expected"),
+    (["lr=-1"], "optimizer.lr: expected a finite number >= 0"),
+    (["lr=null"], "optimizer.lr: expected a real number, got NoneType"),
+    (["stps=3"], "optimizer.stps: dash has no such option; did you mean 'training.steps'?"),
+    (["warmpu=3"], "did you mean 'schedule.warmup'?"),
+    (["optimizer={type: muon, momentum: x}"], "momentum='x'"),
+    (["overrides=5"], "optimizer.overrides: expected a mapping, got 5"),
+    (["weight_decay=.nan"], "optimizer.weight_decay: expected a number, got nan"),
+    (["threads=100000"], "training.threads: expected at most 1024, got 100000"),
+    (["data.paths=2024-02-30"], "data.paths: expected a YAML value"),
+    (["width=10000000"], "out of memory: "),
     (["optimizer={type: soap}"], "bench"),
     (["device=cuda:7"], "training.device: expected a device that this machine has"),
     (["device=meta"], "training.device: expected a device that this machine has"),

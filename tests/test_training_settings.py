@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dash_optim import DASH
+from dash_optim.config import parse_yaml
 from dash_optim.training.model import Architecture, Llama
 from dash_optim.training.optimizers import Optimizers
 from dash_optim.training.schedule import Schedule
@@ -108,6 +109,55 @@ def test_values_of_the_command_line_win():
     job = read_job(merged)
     assert (job.training.steps, job.training.seed, job.training.batch, job.model.tied) == (20, 3, 2, True)
     assert job.optimizer == {"type": "dash", "lr": 3e-3, "grafting": {"type": "adam", "eps": 1e-6}}
+
+
+@pytest.mark.parametrize(
+    ("assignments", "expected"),
+    [
+        (["lr=0.5", "optimizer=adamw"], {"type": "adamw", "lr": 0.5}),
+        (["optimizer=adamw", "lr=0.5"], {"type": "adamw", "lr": 0.5}),
+        (["optimizer={type: adamw}", "lr=0.5", "optimizer.type=adamw"], {"type": "adamw", "lr": 0.5}),
+        (["lr=0.5", "optimizer={eps: 1.e-6}"], {"type": "dash", "lr": 0.5, "eps": 1e-6}),
+        (["optimizer={type: dash, p: 4}", "lr=0.5", "optimizer=adamw"], {"type": "adamw"}),
+        (["optimizer={type: dash, p: 4}", "optimizer.type=adamw"], {"type": "adamw"}),
+    ],
+)
+def test_naming_an_optimizer_keeps_options_but_those_of_another_type(assignments, expected):
+    assert read_job(override({}, assignments)).optimizer == expected
+
+
+def test_a_section_as_a_whole_keeps_what_it_does_not_name():
+    training = read_job(override({}, ["steps=8", "training={clip: 0.5}"])).training
+    assert (training.steps, training.clip) == (8, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("training: {steps: 8}\ntraining: {batch: 4}", "line 1: the key 'training' stands twice"),
+        ("a:\n  - {b: 1, c: {d: 1, d: 2}}", "line 2: the key 'd' stands twice"),
+        ("&a {type: adamw, x: *a}", "holds itself"),
+        ("a: 2024-02-30", "day"),
+        ("a: [1", "expected"),
+    ],
+)
+def test_yaml_that_would_lose_something_is_refused(content, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_yaml(content)
+    assert "\n" not in str(caught.value)
+
+
+def test_yaml_may_repeat_a_value_and_take_in_another_mapping():
+    content = "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: [*a, *a]"
+    both = {"x": 1, "y": 2}
+    assert parse_yaml(content) == {"a": both, "b": {"x": 1, "y": 3}, "c": [both, both]}
+    assert parse_yaml("") is None
+
+
+@pytest.mark.parametrize("decay", [0, 0.01])
+def test_a_decay_of_no_steps_leaves_the_rate_at_its_peak(decay):
+    schedule = Schedule("wsd", warmup=0.1, decay=decay)
+    assert [schedule.factor(step, 40) for step in (1, 4, 5, 39, 40)] == [0.25, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +267,7 @@ def test_memory_of_the_state_is_that_of_its_tensors(model):
         ({"type": "dash", "overrides": {"head": {}}}, "overrides: expected kinds among"),
         ({"type": "dash", "routing": "none"}, "optimizer.routing: expected 'auto' or 'all'"),
         ({"type": "dash", "p": 0.5}, "p"),
-        ({"type": "adamw", "lr": -1.0}, "nvalid learning rate"),
+        ({"type": "adamw", "lr": -1.0}, "optimizer.lr: expected a finite number >= 0"),
     ],
 )
 def test_optimizers_that_cannot_be_are_refused(model, options, message):

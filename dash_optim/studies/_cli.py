@@ -47,6 +47,11 @@ def _main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a toy model and twelve steps: does it run?")
     options = parser.parse_intermixed_args(argv)
+    for text in options.settings:
+        if text not in STUDIES and "=" not in text and not text.endswith((".yaml", ".yml")):
+            raise InputError(
+                f"expected a study ({', '.join(STUDIES)}), section.key=value or a YAML file, got {text!r}"
+            )
     names = unique([text for text in options.settings if text in STUDIES]) or tuple(STUDIES)
     options.settings = [text for text in options.settings if text not in STUDIES]
     options.seeds = unique(options.seeds or ((0,) if options.quick else (0, 1, 2)))

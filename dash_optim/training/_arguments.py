@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from dash_optim.config import parse_yaml, read_yaml
 from dash_optim.training.checkpoint import CheckpointError
 from dash_optim.training.launch import Launch, launched, one_speaks
 from dash_optim.training.outcome import Outcome
-from dash_optim.training.settings import Job, assign, override, read_job, section_of
+from dash_optim.training.settings import Job, assign, merge, override, read_job, section_of
 from dash_optim.training.stop import handling
 from matroots import _command
 from matroots._command import InputError, Parser, unique
@@ -91,8 +92,20 @@ def guarded_ranks(work: Callable[[Launch | None], object], kept: str) -> int:
                     work(launch)
             except (CheckpointError, OSError) as error:
                 raise InputError(str(error)) from error
+            except (MemoryError, RuntimeError) as error:
+                if not _is_of_memory(error):
+                    raise
+                said = " ".join(str(error).split()) or "more than there is was asked for"
+                raise InputError(
+                    f"out of memory: {said}; a smaller training.batch with more training.accumulate, or a smaller model, needs less"
+                ) from error
 
     return _command.guarded(mended, kept, WHO)
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether memory was lacking, which the allocator of CPUs says in a sentence only."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def mapping_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -108,7 +121,7 @@ def merged_settings(texts: Sequence[str]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for text in texts:
         if text.endswith((".yaml", ".yml")) and "=" not in text:
-            merged = _merged(merged, _read(Path(text)))
+            merged = merge(merged, _read(Path(text)))
         else:
             merged = override(merged, [text])
     return merged
@@ -139,11 +152,9 @@ def contestants(
 
 def _contestant(text: str) -> Mapping[str, Any]:
     """Return what a contestant sets, by key."""
-    import yaml
-
     try:
-        options = yaml.safe_load(text)
-    except yaml.YAMLError:
+        options = parse_yaml(text)
+    except ValueError:
         options = None
     if isinstance(options, str):
         options = {"type": options}
@@ -151,17 +162,18 @@ def _contestant(text: str) -> Mapping[str, Any]:
         raise InputError(
             f"--optimizers: expected a type or a YAML mapping such as '{{type: dash, p: 4}}', got {text!r}"
         )
-    return {key if "." in str(key) else f"optimizer.{key}": value for key, value in options.items()}
+    named = {str(key) if "." in str(key) else f"optimizer.{key}": value for key, value in options.items()}
+    return dict(sorted(named.items(), key=lambda item: item[0] != "optimizer.type"))  # first: options are its
 
 
 def _labelled(mapping: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, Job]:
     """Return a job with values of its own, and its label: the optimizer with its options, and whatever else is its own."""
     merged = dict(mapping)
     for key, value in own.items():
-        if key == "training.seed":
-            raise InputError("--optimizers: training.seed is the same for all, by --seeds")
         merged = assign(merged, key, value)
     job = read_job(merged)
+    if job.training.seed != read_job(mapping).training.seed:
+        raise InputError("training.seed: is the same for all that are compared, by --seeds")
     rest = [f"{key}={value}" for key, value in own.items() if section_of(key) != "optimizer"]
     return ", ".join([job.name, *rest]), job
 
@@ -183,30 +195,14 @@ def deliver(report: Report, options: argparse.Namespace, argv: Sequence[str], jo
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    from dash_optim.config import read_yaml
-
     try:
         found = read_yaml(path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # yaml's errors are
-        raise InputError(f"{path}: {error}") from error
-    except Exception as error:
-        if type(error).__module__.startswith("yaml"):
-            raise InputError(f"{path}: is no YAML: {' '.join(str(error).split())}") from error
-        raise
+    except ValueError as error:
+        raise InputError(f"{path}: is no YAML: {error}") from error
     if found is None:
         return {}
     if not isinstance(found, Mapping):
         raise InputError(f"{path}: expected a mapping of sections, got {type(found).__name__}")
     return found
-
-
-def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    both = dict(old)
-    for key, value in new.items():
-        before = both.get(key)
-        both[key] = (
-            {**before, **value} if isinstance(before, Mapping) and isinstance(value, Mapping) else value
-        )
-    return both

@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from dash_optim.config import parse_yaml
 from dash_optim.training import _arguments
 from dash_optim.training.launch import refuse_ranks
 from dash_optim.training.runs import run_groups
@@ -59,12 +60,10 @@ def _rate(text: str) -> float:
 
 
 def _varied(text: str) -> tuple[str, list[Any]]:
-    import yaml
-
     name, _, values = text.partition("=")
     try:
-        listed = yaml.safe_load(f"[{values}]")
-    except yaml.YAMLError:
+        listed = parse_yaml(f"[{values}]")
+    except ValueError:
         listed = None
     if not name or not listed:
         raise argparse.ArgumentTypeError(f"expected KEY=A,B,... such as p=2,4, got {text!r}")

@@ -79,7 +79,7 @@ def summary(outcome: Outcome) -> str:
         "held-out loss": f"{outcome.loss:.4f} nats per token, perplexity {perplexity(outcome.loss):.3f}",
         "training": f"{fixed(outcome.seconds)} s, {outcome.tokens_per_second:,.0f} tokens/s",
         "a step": ", ".join(f"{part} {fixed(outcome.ms[part])} ms" for part in PARTS),
-        "state": f"{fixed(outcome.optimizer_bytes / 2**20)} MB",
+        "state": f"{fixed(outcome.optimizer_bytes / 2**20)} MiB",
         "roots": "" if outcome.roots is None else f"{outcome.roots:.3f} a factor and step",
     }
     if math.isnan(outcome.loss):

@@ -115,7 +115,9 @@ def latest(folder: Path, *, map_location: Any = "cpu") -> tuple[int, dict[str, A
             warnings.warn(f"{folder}: {fault}; {_name(step)} is used", CheckpointWarning, stacklevel=2)
         return step, state
     if faults:
-        raise CheckpointError(f"{folder}: no checkpoint is whole: {'; '.join(faults)}")
+        raise CheckpointError(
+            f"{folder}: no checkpoint is whole: {'; '.join(faults)}; delete this folder to start over"
+        )
     return None
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+NONE_LEFT: Final = "Of every optimizer some run was given up: there is no loss to compare."
 Groups = Mapping[str, Sequence[Outcome]]
 """The outcomes of each contestant, one for each seed."""
 
@@ -23,9 +24,11 @@ Groups = Mapping[str, Sequence[Outcome]]
 def comparison(groups: Groups, title: str) -> Report:
     """Return the report of a comparison: a figure, a table of losses and one of times."""
     best = min(groups, key=lambda name: mean_loss(groups[name]))
+    lowest = mean_loss(groups[best])
     summary = (
-        f"The lowest loss on the held-out text is that of {best}: {mean_loss(groups[best]):.3f} nats per token"
-        f" (perplexity {perplexity(mean_loss(groups[best])):.2f})."
+        f"The lowest loss on the held-out text is that of {best}: {lowest:.3f} nats per token (perplexity {perplexity(lowest):.2f})."
+        if np.isfinite(lowest)
+        else NONE_LEFT
     )
     caption = (
         "Loss on held-out text against steps and against seconds of training (forward, backward, optimizer; validation and checkpoints not counted)."
@@ -65,16 +68,18 @@ def loss_curves(groups: Groups, title: str) -> Figure:
 def draw_curve(axes: Axes, outcomes: Sequence[Outcome], column: int, colour: str, label: str) -> None:
     """Draw the mean over seeds, and the band between lowest and highest where there are several; ``column`` is 0 for steps, 1 for seconds.
 
-    Of runs that were given up there is no whole curve: they count only where there are no others.
+    Of runs that were given up there is no whole curve: they count only where there are no others. Runs that were looked at in different steps are drawn where all were.
     """
     whole = [outcome for outcome in outcomes if not outcome.diverged] or outcomes
-    curves = [np.array(outcome.curve) for outcome in whole if outcome.curve]
-    if not curves:
+    curves = [{step: (step, seconds, loss) for step, seconds, loss in outcome.curve} for outcome in whole]
+    common = sorted(set.intersection(*map(set, curves))) if curves else []
+    if not common:
         return
-    length = min(len(curve) for curve in curves)
-    stacked = np.stack([curve[:length] for curve in curves])
+    stacked = np.array([[curve[step] for step in common] for curve in curves])
     x, losses = stacked[:, :, column].mean(0), stacked[:, :, 2]
-    axes.plot(x, losses.mean(0), color=colour, label=label, linewidth=1.4)
+    axes.plot(
+        x, losses.mean(0), color=colour, label=label, linewidth=1.4, marker="o" if len(common) == 1 else None
+    )
     if len(curves) > 1:
         axes.fill_between(x, losses.min(0), losses.max(0), color=colour, alpha=0.2, linewidth=0)
 

@@ -32,6 +32,9 @@ Tokens: TypeAlias = NDArray[np.unsignedinteger[Any]]
 BYTES: Final = 256
 _PADDED: Final = 64  # 50,257 becomes 50,304: whole tiles of matrix units, as in nanoGPT; and room for symbols seen nowhere yet
 _CHUNK: Final = 2**20  # tokens searched together
+_SEARCHED: Final = (
+    2**30
+)  # bytes of a token file up to which a given vocabulary is compared with all of it: that takes a second
 _WHOLE: Final = 2**24  # bytes of a token file up to which all of it goes into the fingerprint
 _BLOCK: Final = 4096  # bytes of one sample of a longer one
 _BLOCKS: Final = 256  # samples: each may cost a disk a search
@@ -97,7 +100,7 @@ class Corpus:
         return sliding_window_view(tokens, context + 1)
 
     def _checked(self, windows: Tokens, starts: NDArray[np.int64], part: str) -> Tensor:
-        """Return a copy of windows, or raise: files are too large to be searched for wrong tokens before."""
+        """Return a copy of windows, or raise: files may be too large to be searched for wrong tokens before."""
         drawn = np.asarray(windows[starts]).astype(np.int64)
         if (largest := int(drawn.max())) >= self.vocab:
             row, column = np.unravel_index(drawn.argmax(), drawn.shape)
@@ -125,7 +128,8 @@ def load_corpus(
         paths: One path or several.
         held_out: Share of the data to hold out, between 0 and 1; of no meaning where there is a ``val.bin``.
         vocab: Number of symbols, 256 for text. By default that of token files is what the largest token in them needs, for which they are
-            read once, rounded up to a multiple of 64. If given, tokens are compared with it when they are drawn.
+            read once, rounded up to a multiple of 64. If given, files up to 1 GiB are searched for tokens that cannot be; those of longer ones are compared
+            with it when they are drawn.
 
     Raises:
         InputError: (a ``ValueError``) If a file is missing, unreadable, empty, or not what it has to be; the message says what it looks
@@ -197,8 +201,13 @@ def _of_tokens(path: Path, held_out: float, vocab: int | None) -> Corpus:
         raise InputError(
             f"{path}: expected more tokens, got {len(train)} to train on and {len(held)} held out"
         )
+    searched = [file for file in files if vocab is None or file.stat().st_size <= _SEARCHED]
+    largest = {file: _largest(file) for file in searched}
     if vocab is None:
-        vocab = -(-(1 + max(_largest(file) for file in files)) // _PADDED) * _PADDED
+        vocab = -(-(1 + max(largest.values())) // _PADDED) * _PADDED
+    for file, token in largest.items():
+        if token >= vocab:
+            raise InputError(f"{file}: holds token {token}, expected less than vocab, {vocab}")
     samples = itertools.chain.from_iterable(_samples(file) for file in files)
     return Corpus(train, held, vocab, str(path), _fingerprint(train, held, samples))
 

@@ -112,11 +112,13 @@ def _open(run: Run, folder: Path, fresh: bool, held: ExitStack) -> tuple[int, di
 
 
 def finished(job: Job, folder: Path, corpus: Corpus) -> Outcome | None:
-    """Return the outcome of a job if its run has ended; raise :class:`InputError` if the folder holds another run."""
+    """Return the outcome of a job if its run has ended; raise :class:`InputError` if the folder holds another run, ended or not."""
     settings, done = read_json(folder / JOB), Outcome.read(folder)
-    if settings is None or done is None or not done.finished:
+    if settings is None:
         return None
     refuse_other(settings, job)
+    if done is None or not done.finished:
+        return None
     if done.data not in ("", corpus.fingerprint):
         raise other_data(corpus)
     return done

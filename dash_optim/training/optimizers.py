@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dash_optim.config import OPTIMIZERS, from_config
+from dash_optim.config import OPTIMIZERS, from_config, option_names
 from dash_optim.dash import DASH
 from dash_optim.routing import param_groups
 from dash_optim.training.model import Architecture, Llama
+from dash_optim.training.settings import nearest_key
 from matroots._arguments import check_number
 from matroots._command import InputError, MissingExtraError
 
@@ -72,12 +73,15 @@ class Optimizers:
         routing, overrides = options.pop("routing", "auto"), options.pop("overrides", None)
         if routing not in ("auto", "all"):
             raise InputError(f"optimizer.routing: expected 'auto' or 'all', got {routing!r}")
-        with _about_options():
+        if not isinstance(overrides, Mapping | None):
+            raise InputError(f"optimizer.overrides: expected a mapping, got {overrides!r}")
+        with _about_options(options):
+            self.peak = check_number("optimizer.lr", options["lr"])
+            _refuse_unknown(kind, options)
             if kind == "dash" and group is not None:
                 options["process_group"] = group
             self.each = _build(model, options, routing == "all", overrides)
         self._peaks = [[float(group["lr"]) for group in one.param_groups] for one in self.each]
-        self.peak = float(options["lr"])
 
     @property
     def dash(self) -> DASH | None:
@@ -134,13 +138,23 @@ def try_options(options: Mapping[str, Any], device: torch.device) -> None:
     model = Llama(shape).to(device)
     optimizers = Optimizers(model, options)
     model.loss(torch.zeros(1, 3, dtype=torch.int64, device=device)).backward()
-    with _about_options():
+    with _about_options(options):
         optimizers.step()
 
 
+def _refuse_unknown(kind: str, options: Mapping[str, Any]) -> None:
+    """Raise for an option that the optimizer does not have: where settings are given without their section, it may be meant for another."""
+    known = [*option_names(kind), "type", "adamw_lr"]
+    for name in options:
+        near = None if name in known else nearest_key(name, known)
+        if near is not None:
+            raise InputError(f"optimizer.{name}: {kind} has no such option; did you mean {near!r}?")
+
+
 @contextmanager
-def _about_options() -> Iterator[None]:
-    """Make what optimizers raise, who raise what they like for a wrong option, an error of one line that says so."""
+def _about_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Make what optimizers raise, who raise what they like for a wrong option, an error of one line that says so, and what the options were."""
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
     try:
         yield
     except ImportError as error:
@@ -148,7 +162,7 @@ def _about_options() -> Iterator[None]:
     except Exception as error:
         message = " ".join(str(error).split())
         named = message.startswith(("optimizer.", "overrides:"))
-        raise InputError(message if named else f"optimizer: {message}") from error
+        raise InputError(message if named else f"optimizer: {message} (given: {given})") from error
 
 
 def _build(

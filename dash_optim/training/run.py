@@ -63,12 +63,14 @@ class Run:
                 f"training.batch: expected a multiple of the number of ranks, {ranks.count}, got {training.batch}"
             )
         self.corpus.batch(1, batch=1, context=shape.context, seed=training.seed)
-        self.corpus.validation(context=shape.context, most=1)
+        self.corpus.validation(
+            context=shape.context, most=LAST_LOOK
+        )  # a token that cannot be is found now, not after the last step
         self.model = Llama(shape, training.seed).to(self.device)
         self.optimizers = Optimizers(self.model, self.job.optimizer, ranks.group)
         self._loss = torch.compile(self.model.loss) if training.compile else self.model.loss
         self._trained = ranks.trained(self.model, self._loss)
-        if ranks.count > 1:
+        if ranks.count > 1 or (training.compile and self.device.type != "meta"):
             self._settle()
 
     def state(self) -> dict[str, Any]:
@@ -204,7 +206,7 @@ class Run:
         return refreshes / (count * self.step) if count else None
 
     def _settle(self) -> None:
-        """Compute gradients that nobody uses, so that a run that goes on adds gradients as one that never stopped.
+        """Compute gradients that nobody uses, so that a model is compiled before the clock runs, and a run that goes on adds gradients as one that never stopped.
 
         DistributedDataParallel lays its buckets out anew after the first, and how a sum over three or more ranks is rounded depends on where its terms lie.
         """
@@ -276,7 +278,7 @@ def refuse_other(old: dict[str, Any], job: Job) -> None:
     changed = differences(old, job.plain())
     if changed:
         raise InputError(
-            f"--out: this folder holds a run with other settings ({'; '.join(changed)}); give the same, or another folder"
+            f"--out: this folder holds a run with other settings ({'; '.join(changed)}); give the same, another folder, or delete this one"
         )
 
 

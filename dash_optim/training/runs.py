@@ -18,12 +18,14 @@ from functools import cache
 from itertools import islice
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import FrameType
 from typing import Final, TypeVar
 
 from dash_optim.training.data import Corpus
 from dash_optim.training.loop import check, corpus_of, finished, train
 from dash_optim.training.outcome import Outcome
 from dash_optim.training.settings import Data, Job
+from dash_optim.training.stop import handling
 from matroots._command import InputError
 from matroots.studies._report import track
 
@@ -101,7 +103,10 @@ def _in_processes(jobs: Mapping[str, Job], out: Path, workers: int) -> dict[str,
     waiting: Iterator[str] = iter(jobs)
     spawn = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     stop = spawn.Event()
-    with ProcessPoolExecutor(workers, mp_context=spawn, initializer=_begin, initargs=(stop,)) as pool:
+    with (
+        handling(_Interrupt()),
+        ProcessPoolExecutor(workers, mp_context=spawn, initializer=_begin, initargs=(stop,)) as pool,
+    ):
         try:
             for _ in track(list(jobs), f"{len(jobs)} runs, {workers} at a time"):
                 for name in islice(waiting, workers - len(running)):
@@ -118,6 +123,21 @@ def _in_processes(jobs: Mapping[str, Job], out: Path, workers: int) -> dict[str,
         finally:
             stop.set()
     return found
+
+
+class _Interrupt:
+    """The first signal interrupts, and processes then end after their steps; a second does not wait for them."""
+
+    def __init__(self) -> None:
+        self._heard = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._heard:
+            for process in multiprocessing.active_children():
+                process.kill()  # runs survive that at any moment
+            return
+        self._heard = True
+        raise KeyboardInterrupt
 
 
 @contextmanager

@@ -17,7 +17,7 @@ class Schedule:
 
     Attributes:
         type: "cosine" falls along half a cosine to ``final``; "wsd" (warm-up, stable, decay) stays at 1 and falls linearly to ``final`` over the
-            last ``decay`` of all steps; "constant" stays at 1.
+            last ``decay`` of all steps, not at all if that is none; "constant" stays at 1.
         warmup: steps over which the rate rises linearly from 0; the step after them is the first at the peak. A fraction below 1 is that share of all steps.
         final: the last step's multiple of the peak.
         decay: the share of all steps over which "wsd" falls.
@@ -47,7 +47,7 @@ class Schedule:
         if self.type == "constant":
             return 1.0
         start = warmup if self.type == "cosine" else max(warmup, steps - round(self.decay * steps))
-        done = 1.0 if steps == start else min(max(step - start, 0) / (steps - start), 1.0)
+        done = max(step - start, 0) / (steps - start) if steps > start else 0.0
         left = 0.5 * (1 + math.cos(math.pi * done)) if self.type == "cosine" else 1 - done
         return self.final + (1 - self.final) * left
 

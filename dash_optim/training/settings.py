@@ -16,13 +16,15 @@ from typing import Any, Final, Literal, TypeVar, get_args, get_origin, get_type_
 
 import torch
 
-from dash_optim.config import as_number
+from dash_optim.config import as_number, parse_yaml
 from dash_optim.training.model import PRESETS, Architecture
 from dash_optim.training.schedule import Schedule
 from matroots._command import InputError
 
 Section = TypeVar("Section")
 Precision = Literal["float32", "bfloat16"]
+MOST_THREADS: Final = 1024
+"""No machine has more cores, and where threads cannot be made torch ends the process without a word."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class Training:
             _at_least(f"training.{name}", getattr(self, name), 1)
         if self.threads is not None:
             _at_least("training.threads", self.threads, 1)
+            if self.threads > MOST_THREADS:
+                raise InputError(f"training.threads: expected at most {MOST_THREADS}, got {self.threads}")
         _at_least("training.clip", self.clip, 0)
         if not 0 <= self.seed < 2**63:
             raise InputError(f"training.seed: expected an integer from 0 to 2^63 - 1, got {self.seed}")
@@ -192,7 +196,7 @@ def read_job(mapping: Mapping[str, Any]) -> Job:
     found: dict[str, Any] = {
         name: _section(kind, name, _filled(mapping.get(name))) for name, kind in _SECTIONS.items()
     }
-    options = _filled(mapping.get("optimizer"))
+    options = _as_options("optimizer", mapping.get("optimizer"))
     if not isinstance(options, Mapping):
         options = {"type": options}
     options = {str(key): _plain(as_number(value)) for key, value in options.items()}
@@ -208,8 +212,6 @@ def override(mapping: Mapping[str, Any], assignments: Iterable[str]) -> dict[str
 
     ``training.steps=100``, ``optimizer.grafting={type: adam, eps: 1e-6}``
     """
-    import yaml
-
     merged = dict(mapping)
     for assignment in assignments:
         key, sign, text = assignment.partition("=")
@@ -218,8 +220,8 @@ def override(mapping: Mapping[str, Any], assignments: Iterable[str]) -> dict[str
                 f"expected section.key=value such as training.steps=100, or a YAML file, got {assignment!r}"
             )
         try:
-            value = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            value = parse_yaml(text)
+        except ValueError as error:
             raise InputError(f"{key}: expected a YAML value, got {text!r}") from error
         merged = assign(merged, key, value)
     return merged
@@ -228,15 +230,15 @@ def override(mapping: Mapping[str, Any], assignments: Iterable[str]) -> dict[str
 def assign(mapping: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     """Return a mapping of sections with a value put in for ``section.key``.
 
-    The section may be left out where only one has the key, an option that none has is the optimizer's; ``optimizer`` alone is its type.
+    The section may be left out where only one has the key, an option that none has is the optimizer's; ``optimizer`` alone is its type. What
+    else a section holds stays, see :func:`merge`.
     """
     merged = copy.deepcopy(dict(mapping))
     section = section_of(key)
-    if key == section:
-        return {**merged, key: value}
+    if key in (section, "optimizer.type"):
+        return merge(merged, {section: value})
     path = key.split(".")[1:] or [key]
-    if section == "optimizer" and isinstance(merged.get(section), str):
-        merged[section] = {"type": merged[section]}
+    merged[section] = _as_options(section, merged.get(section))
     place: Any = merged
     for part in (section, *path[:-1]):
         if place.get(part) is None:
@@ -248,15 +250,53 @@ def assign(mapping: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
     return merged
 
 
+def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of both, key by key, those of the new over those of the old. An optimizer of another type than was named starts anew: options are those of a type."""
+    both = dict(old)
+    for name, values in new.items():
+        before, after = (_as_options(name, section) for section in (both.get(name), values))
+        if not (isinstance(before, Mapping) and isinstance(after, Mapping)) or _is_another(
+            name, before, after
+        ):
+            both[name] = after
+        else:
+            both[name] = {**before, **after}
+    return both
+
+
+def _is_another(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    kinds = [section["type"] for section in (before, after) if "type" in section]
+    return name == "optimizer" and len(kinds) == 2 and kinds[0] != kinds[1]
+
+
+def _as_options(name: str, section: Any) -> Any:
+    """Return a section; nothing where a YAML file has its name alone, and of an optimizer that is its type alone a mapping."""
+    if name == "optimizer" and isinstance(section, str):
+        return {"type": section}
+    return _filled(section)
+
+
 def section_of(key: str) -> str:
     """Return the section that a key names, or else the only one that has it; the optimizer's if none has, whose options are its own affair."""
     named = key.partition(".")[0]
     if "." in key or named == "optimizer" or named in _SECTIONS:
         return named
-    having = [name for name, kind in _SECTIONS.items() if key in {f.name for f in fields(kind)}]
+    having = [name for name, kind in _SECTIONS.items() if key in _keys(kind)]
     if len(having) > 1:
         raise InputError(f"{key}: which one is meant, {' or '.join(f'{name}.{key}' for name in having)}?")
     return having[0] if having else "optimizer"
+
+
+def nearest_key(name: str, options: Iterable[str]) -> str | None:
+    """Return what is nearest to an option that an optimizer does not have: another of its ``options``, or a key of another section; None if nothing is near."""
+    keys = {key: f"{section}.{key}" for section, kind in _SECTIONS.items() for key in _keys(kind)}
+    keys |= {option: option for option in options}
+    near = difflib.get_close_matches(name, keys, n=1, cutoff=0.6)
+    return keys[near[0]] if near else None
+
+
+def _keys(kind: Any) -> list[str]:
+    return [one.name for one in fields(kind)]
 
 
 def differences(
@@ -355,8 +395,10 @@ def _refuse_unknown(values: Mapping[Any, Any], known: list[str], where: str, wha
 
 
 def _refuse_other_kinds(where: str, value: Any) -> None:
-    """Raise for what YAML knows and JSON does not: dates, bytes, sets."""
+    """Raise for what YAML knows and JSON does not: dates, bytes, sets, and NaN, which no option means."""
     for part in value if isinstance(value, list) else [value]:
+        if isinstance(part, float) and math.isnan(part):
+            raise InputError(f"{where}: expected a number, got {part}")
         if not isinstance(part, (str, int, float, list, Mapping, type(None))):
             raise InputError(
                 f"{where}: expected numbers, strings, true, false, null, or lists and mappings of them, got {part!r}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dash_optim.training.compare import mean_loss, plain_log_ticks
+from dash_optim.training.compare import NONE_LEFT, mean_loss, plain_log_ticks
 from dash_optim.training.outcome import Outcome
 from dash_optim.training.runs import by_seed
 from dash_optim.training.settings import Job
@@ -52,13 +52,26 @@ def sweep_report(points: Mapping[Point, Sequence[Outcome]], title: str) -> Repor
     """Return the report of a sweep: loss against rate for each contestant, and each at its best."""
     best = best_rates(points)
     winner = min(best, key=lambda name: mean_loss(points[name, best[name]]))
-    summary = f"Each at its own best rate, {winner} has the lowest loss: {mean_loss(points[winner, best[winner]]):.3f}."
+    lowest = mean_loss(points[winner, best[winner]])
+    summary = (
+        f"Each at its own best rate, {winner} has the lowest loss: {lowest:.3f}."
+        if np.isfinite(lowest)
+        else NONE_LEFT
+    )
     rates = sorted({rate for _, rate in points})
     rows = [
-        (name, *(_cell(points.get((name, rate)), rate == best[name]) for rate in rates), f"{best[name]:g}")
+        (
+            name,
+            *(_cell(points.get((name, rate)), rate == best[name]) for rate in rates),
+            f"{best[name]:g}" if np.isfinite(mean_loss(points[name, best[name]])) else "-",
+        )
         for name in best
     ]
-    edges = [name for name in best if len(rates) > 1 and best[name] in (rates[0], rates[-1])]
+    edges = [
+        name
+        for name, rate in best.items()
+        if len(rates) > 1 and rate in (rates[0], rates[-1]) and np.isfinite(mean_loss(points[name, rate]))
+    ]
     notes = [
         f"{name}: the best rate is at the edge of the grid; a better one may lie beyond." for name in edges
     ]
@@ -116,7 +129,7 @@ def _cell(outcomes: Sequence[Outcome] | None, is_best: bool) -> str:
     if outcomes is None:
         return ""
     mean = mean_loss(outcomes)
-    return ("diverged" if np.isinf(mean) else fixed(mean, 3)) + ("*" if is_best else "")
+    return "diverged" if np.isinf(mean) else fixed(mean, 3) + ("*" if is_best else "")
 
 
 def _row(name: str, rate: float, outcome: Outcome) -> dict[str, object]:

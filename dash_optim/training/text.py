@@ -153,7 +153,7 @@ def _cuts(documents: Sequence[Document], held_out: float) -> list[int]:
     """Return for each document from where on it is held out."""
     cuts = [len(d.content) for d in documents]
     wanted = max(1, round(held_out * sum(cuts)))
-    for i in sorted(range(len(cuts)), key=lambda i: hashlib.sha256(documents[i].name.encode()).digest()):
+    for i in sorted(range(len(cuts)), key=lambda i: hashlib.sha256(os.fsencode(documents[i].name)).digest()):
         if cuts[i] > wanted:
             cuts[i] = _cut(documents[i].content, wanted)
             break
