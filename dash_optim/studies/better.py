@@ -24,17 +24,17 @@ from matroots.studies._report import Plot, Report, Table, fixed
 
 RATES: Final[dict[str, tuple[float, ...]]] = {
     "dash": (5e-3, 1e-2, 2e-2, 3e-2, 5e-2),
-    "adamw": (2e-3, 3e-3, 5e-3, 8e-3, 1.2e-2),
+    "adamw": (1e-3, 2e-3, 3e-3, 5e-3, 8e-3),
     "muon": (5e-3, 1e-2, 2e-2, 3e-2, 5e-2),
     "soap": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
-    "shampoo": (3e-3, 5e-3, 1e-2, 2e-2, 3e-2),
+    "shampoo": (3e-2, 1e-1, 3e-1, 5e-1, 1.0),
 }
 Points = Mapping[tuple[str, float], Sequence[Outcome]]
 """The outcomes of each optimizer, by name, at each rate."""
 PEERS: Final = ("soap", "shampoo")
 SHORT: Final = 0.4
 OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    # what DASH refreshes every ten steps they refresh every ten as well; the blocks of ScalableShampoo are as large as DASH's
+    # what DASH refreshes every ten steps they refresh every ten as well; whole matrices in place of blocks of 128 gain ScalableShampoo nothing
     "soap": {"precondition_frequency": 10},
     "shampoo": {
         "preconditioning_compute_steps": 10,

@@ -43,11 +43,11 @@ RATES: Final = {
     "adamw": 3e-3,
     "adam": 3e-3,
     "sgd": 1e-1,
-    "muon": 2e-2,
+    "muon": 1e-2,
     "soap": 1e-2,
-    "shampoo": 1e-2,
+    "shampoo": 3e-1,
 }
-"""Peak learning rates that a job starts from: the best that were tried at the 0.9m preset (docs/studies/better.md)."""
+"""Peak learning rates that a job starts from: the best that were tried for 300 steps of the 0.9m preset (docs/studies/better.md)."""
 
 BESIDE: Final = 0.25
 """The rate of the AdamW that updates what DASH and Muon do not, as a share of theirs: AdamW's own best rates are lower by about that much."""
