@@ -186,7 +186,9 @@ def test_a_compiled_model_computes_the_same(tmp_path, data):
     for compiled in (False, True):
         train(tiny(data, training={"compile": compiled}), tmp_path / str(compiled), quiet=True)
     assert column(tmp_path / "True", "loss") == pytest.approx(column(tmp_path / "False", "loss"), rel=1e-3)
-    assert max(column(tmp_path / "True", "forward_ms")) < 1e3  # compiled before the clock runs: that takes seconds
+    assert (
+        max(column(tmp_path / "True", "forward_ms")) < 1e3
+    )  # compiled before the clock runs: that takes seconds
 
 
 def test_times_add_up_and_are_means(tmp_path, data):
