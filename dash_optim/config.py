@@ -91,6 +91,7 @@ def _optimizer(kind: type[Optimizer] | str) -> Callable[..., Optimizer]:
 
 def read_yaml(path: Path) -> Any:
     """Return what a YAML file holds; see :func:`parse_yaml`."""
+    _yaml()  # what to install is said before a file is missed
     return parse_yaml(path.read_text(encoding="utf-8"))
 
 
@@ -101,17 +102,22 @@ def parse_yaml(text: str) -> Any:
         ValueError: for what is no YAML, a key that stands twice in a mapping, of which one would be lost, and a value that holds itself.
         ImportError: without the extra ``config``.
     """
+    yaml = _yaml()
+    try:
+        _refuse_lost(yaml.compose(text, yaml.SafeLoader), ())
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _yaml() -> Any:
     try:
         import yaml
     except ImportError as error:
         raise ImportError(
             "config: reading YAML needs the extra 'config': pip install 'matroots[config]'"
         ) from error
-    try:
-        _refuse_lost(yaml.compose(text, yaml.SafeLoader), ())
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from error
+    return yaml
 
 
 def _refuse_lost(node: Any, above: tuple[Any, ...]) -> None:
