@@ -44,12 +44,12 @@ def run(settings: Settings) -> Report:
     groups = run_arms("grafting", arms, settings)
     curves = {p: _coefficients(settings, f"p={p}, adam, rate {RATES['adam'][0]:g}") for p in EXPONENTS}
     model = next(iter(groups.values()))[0]
-    title = f"Grafting: {model.parameters / 1e6:.2g}M parameters, {model.steps} steps, {len(settings.seeds)} seeds"
+    title = f"Grafting: {model.parameters / 1e6:.2g}M parameters, {model.steps} steps"
     reference = groups[arms[0].label]
     table = [(label, *loss_cells(outcomes, reference)) for label, outcomes in groups.items()]
     return Report(
         name="grafting",
-        title=title,
+        title=f"{title}, {len(settings.seeds)} seeds",
         summary=_summary(groups, curves),
         tables=[
             Table(
@@ -63,7 +63,7 @@ def run(settings: Settings) -> Report:
             Plot(
                 "grafting",
                 "Median grafting coefficient s = ||D|| / ||U|| over the blocks of each kind of layer, mean over layers, Adam grafting, first seed; the band is 0.8 to 1.2.",
-                _figure(curves, title.replace(f"{len(settings.seeds)} seeds", f"seed {settings.seeds[0]}")),
+                _figure(curves, f"{title}, seed {settings.seeds[0]}"),
             )
         ],
         data={

@@ -63,9 +63,8 @@ class Run:
                 f"training.batch: expected a multiple of the number of ranks, {ranks.count}, got {training.batch}"
             )
         self.corpus.batch(1, batch=1, context=shape.context, seed=training.seed)
-        self.corpus.validation(
-            context=shape.context, most=LAST_LOOK
-        )  # a token that cannot be is found now, not after the last step
+        # all of the last look: a token that cannot be is found now, not after the last step
+        self.corpus.validation(context=shape.context, most=LAST_LOOK)
         self.model = Llama(shape, training.seed).to(self.device)
         self.optimizers = Optimizers(self.model, self.job.optimizer, ranks.group)
         self._loss = torch.compile(self.model.loss) if training.compile else self.model.loss
@@ -278,7 +277,7 @@ def refuse_other(old: dict[str, Any], job: Job) -> None:
     changed = differences(old, job.plain())
     if changed:
         raise InputError(
-            f"--out: this folder holds a run with other settings ({'; '.join(changed)}); give the same, another folder, or delete this one"
+            f"--out: this folder holds a run with other settings ({'; '.join(changed)}); give the same, or another folder"
         )
 
 

@@ -255,18 +255,17 @@ def merge(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     both = dict(old)
     for name, values in new.items():
         before, after = (_as_options(name, section) for section in (both.get(name), values))
-        if not (isinstance(before, Mapping) and isinstance(after, Mapping)) or _is_another(
-            name, before, after
-        ):
-            both[name] = after
-        else:
-            both[name] = {**before, **after}
+        both[name] = {**before, **after} if _go_together(name, before, after) else after
     return both
 
 
-def _is_another(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    kinds = [section["type"] for section in (before, after) if "type" in section]
-    return name == "optimizer" and len(kinds) == 2 and kinds[0] != kinds[1]
+def _go_together(name: str, before: Any, after: Any) -> bool:
+    """Whether what was said of a section before still holds."""
+    if not isinstance(before, Mapping) or not isinstance(after, Mapping):
+        return False
+    return name != "optimizer" or before.get("type", after.get("type")) == after.get(
+        "type", before.get("type")
+    )
 
 
 def _as_options(name: str, section: Any) -> Any:
