@@ -65,7 +65,8 @@ class DASH(Optimizer):
     Each parameter is seen as a matrix ``rows x cols`` and cut into blocks. For a block with gradient G::
 
         L <- b L + (1 - b) G G^T           R <- b R + (1 - b) G^T G          b = beta_factors
-        M <- beta1 M + (1 - beta1) G       U = (L + eps I)^{-1/p} M (R + eps I)^{-1/p}
+        N = beta3 M + (1 - beta3) G        U = (L + eps I)^{-1/p} N (R + eps I)^{-1/p}
+        M <- beta1 M + (1 - beta1) G
         W <- W (1 - lr weight_decay) - lr U ||D|| / ||U||
 
     with averages divided by ``1 - b^t`` (``bias_correction``), ``eps = damping + rel_damping lambda_bound(L)`` and D the step of the grafted
@@ -76,6 +77,8 @@ class DASH(Optimizer):
         params: as for every optimizer of ``torch.optim``: tensors, ``(name, tensor)`` pairs or groups.
         lr: learning rate, that of the grafted method (Adam's, unless ``grafting`` says otherwise); a number or a tensor of one element.
         betas: decay of the gradient average (0: no average is kept), and of the second moment of grafting and AdamW.
+        beta3: decay of the gradient average in what is preconditioned, N: 0 to ``betas[0]``, which makes N = M. None: ``betas[0]^2``, Nesterov's step ahead, as in
+            Dozat's NAdam and torch's Muon. The grafted method's length is not changed by it.
         block_size: largest side of a block; ``inf`` for one block a parameter.
         p: order of the root: 2, which trains best wherever it was measured (docs/studies). Any value that the method takes, also ``"8/3"``. None
             is 2k for a tensor with k factors: 4 for matrices, as in the paper.
@@ -124,6 +127,7 @@ class DASH(Optimizer):
         lr: float | Tensor = DEFAULTS["lr"],
         betas: tuple[float, float] = DEFAULTS["betas"],
         *,
+        beta3: float | None = DEFAULTS["beta3"],
         block_size: float = DEFAULTS["block_size"],
         p: Any = DEFAULTS["p"],
         method: str | Solver | Mapping[str, Any] = DEFAULTS["method"],
@@ -185,6 +189,8 @@ class DASH(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore; the stacks are rebuilt from the state by the next step."""
         super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("beta3", group["betas"][0])  # from before there was one: it goes on as it was
         self._stacks = None
 
     _stacks: list[Stack] | None = None

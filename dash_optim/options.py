@@ -30,6 +30,7 @@ from matroots.solvers import SOLVERS, Solver
 DEFAULTS: Final[dict[str, Any]] = {
     "lr": 1e-3,
     "betas": (0.9, 0.95),
+    "beta3": None,
     "eps": 1e-8,
     "weight_decay": 0.0,
     "momentum": 0.0,
@@ -115,6 +116,7 @@ def normalise(group: dict[str, Any]) -> None:
         check_count(name, group[name])
     _check_rate(group["lr"])
     group["betas"] = _checked_betas(group["betas"])
+    group["beta3"] = _checked_beta3(group["beta3"], group["betas"][0])
     group["momentum"] = _checked_decay("momentum", group["momentum"])
     group["beta_factors"] = _checked_decay("beta_factors", group["beta_factors"], one=True)
     for name in ("block_size", "max_factor_dim"):
@@ -143,6 +145,7 @@ class Recipe:
     """What decides how a block is updated: blocks of one shape that share it are one stack."""
 
     betas: tuple[float, float]
+    beta3: float | None
     momentum: float
     nesterov: bool
     solver: Solver | str
@@ -166,6 +169,13 @@ class Recipe:
     factor_dtype: torch.dtype | None
     stacking: str
     max_batch: int | None
+
+    @property
+    def average_share(self) -> float:
+        """What part of the preconditioned direction is the gradient average, which has the last gradient in it; the rest is that gradient once more."""
+        beta1 = self.betas[0]
+        # a scheduler may take betas[0] below beta3
+        return beta1 if self.beta3 is None or not beta1 else min(self.beta3 / beta1, 1.0)
 
     def dtype_for(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype of averages, factors and roots: float32, and float64 for float64 parameters, unless one is named."""
@@ -347,6 +357,15 @@ def _checked_betas(betas: Any) -> tuple[float, float]:
     if isinstance(betas, (str, bytes)) or not hasattr(betas, "__len__") or len(betas) != 2:
         raise ValueError(f"betas: expected two numbers in [0, 1), got {betas!r}")
     return _checked_decay("betas[0]", betas[0]), _checked_decay("betas[1]", betas[1])
+
+
+def _checked_beta3(value: Any, beta1: float) -> float | None:
+    if value is None:
+        return None
+    beta3 = _checked_decay("beta3", value)
+    if beta3 > beta1:
+        raise ValueError(f"beta3: expected at most betas[0], {beta1}, or None, got {beta3}")
+    return beta3
 
 
 def _checked_decay(name: str, value: Any, *, one: bool = False) -> float:

@@ -41,7 +41,7 @@ def update_stack(
     Returns what has to wait for other stacks.
     """
     waiting: list[Waiting] = []
-    later: list[tuple[Chunk, Tensor | None]] = []
+    later: list[tuple[Chunk, Tensor | None, Tensor | None]] = []
     for chunk in chunks:
         G = gather(stack, chunk, taken)
         D, factor = accumulate(stack, chunk, G, t, taken)
@@ -52,13 +52,13 @@ def update_stack(
         if due is None and stack.recipe.refresh != "certified":
             waiting += _finish(stack, chunk, G, length, t, taken)
         else:
-            later.append((chunk, length))
+            later.append((chunk, G if len(chunks) == 1 else None, length))  # the next one takes its memory
     if due is not None:
         refresh(stack, due, t)
     elif stack.recipe.refresh == "certified":
         refresh_certified(stack, chunks, t)
-    for chunk, length in later:
-        waiting += _finish(stack, chunk, None, length, t, taken)
+    for chunk, G_kept, length in later:
+        waiting += _finish(stack, chunk, G_kept, length, t, taken)
     return waiting
 
 
@@ -155,16 +155,26 @@ def accumulate(stack: Stack, chunk: Chunk, G: Tensor, t: Tensor, taken: Scalar) 
 def precondition(
     stack: Stack, chunk: Chunk, G: Tensor | None, t: Tensor, taken: Scalar
 ) -> tuple[Tensor, Tensor]:
-    """Return ``U`` up to a factor for each block, and the factor, ``(b,)``."""
-    recipe, span = stack.recipe, chunk.span
-    m = stack.elements["exp_avg"][span] if "exp_avg" in stack.elements else G
-    U = gather(stack, chunk, taken) if m is None else m
+    """Return ``U`` up to a factor for each block, and the factor, ``(b,)``.
+
+    With a = beta3 / beta1 and M as it is after the step, what is preconditioned is ``N = a M + (1 - a) G``, of weight ``1 - a beta1^t``. Writes to G.
+    """
+    recipe, span, share = stack.recipe, chunk.span, stack.recipe.average_share
+    if "exp_avg" not in stack.elements:
+        U = gather(stack, chunk, taken) if G is None else G
+    elif share == 1:
+        U = stack.elements["exp_avg"][span]
+    else:
+        U = gather(stack, chunk, taken) if G is None else G
+        U.lerp_(stack.elements["exp_avg"][span], share)
     for i, (dim, (sides, j)) in enumerate(stack.side_of.items()):
         # what waits for the norms of a layer needs memory of its own
         fresh = recipe.grafting_scope == "layer" and i == len(stack.side_of) - 1
         out = None if fresh else stack.buffer(("direction", "gradient")[i % 2], chunk)
         U = mode_product(sides.roots[j, span], U, dim, out)
-    return U, 1 / correction(recipe.betas[0] if recipe.bias_correction else 0.0, t[span])
+    if not recipe.bias_correction:
+        return U, torch.ones_like(t[span])
+    return U, 1 / (1 - share * recipe.betas[0] ** t[span])
 
 
 def apply(stack: Stack, chunk: Chunk, U: Tensor, scale: Tensor, taken: Scalar) -> None:

@@ -61,6 +61,7 @@ LEVELS: Levels = (
     MOMENTA,
     one("bias_correction", True, False),
     one("betas", (0.9, 0.95), (0.0, 0.8)),
+    ({}, {"beta3": 0.0}, {"betas": (0.9, 0.95), "beta3": 0.9}, {"betas": (0.8, 0.95), "beta3": 0.6}),
     one("beta_factors", 0.95, 0.6, 1.0),
     one("update_freq", 1, 3, 10),
     one("refresh_young", True, False),

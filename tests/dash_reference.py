@@ -34,6 +34,7 @@ class Options:
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
+    beta3: float | None = None
     block_size: float = 1024
     p: int | float | Fraction | str | None = 2
     damping: float = 0.0
@@ -134,9 +135,9 @@ class Shampoo:
         g = (-G if o.maximize else G).reshape(self.view)
         self.t += 1
         self.accumulate(g)
-        m = self.average(g)
-        D = self.direction(g, m)
-        U = D if self.t <= o.start_step else self.preconditioned(m, D)
+        N = self.ahead(g)
+        D = self.direction(g, self.average(g))
+        U = D if self.t <= o.start_step else self.preconditioned(N, D)
         W = W * (1 - o.lr * o.weight_decay)
         self.B = o.momentum * self.B + U
         return W - o.lr * (U + o.momentum * self.B if o.nesterov else self.B).reshape(W.shape)
@@ -148,6 +149,13 @@ class Shampoo:
             for i in self.sides:
                 A = unfolding(g[index], i)
                 F[i] = b * F[i] + (1.0 if b == 1 else 1 - b) * A @ A.T
+
+    def ahead(self, g: np.ndarray) -> np.ndarray:
+        """``beta3 m + (1 - beta3) g`` with m as it was before this step, over the weight that gradients have in it."""
+        beta1 = self.o.betas[0]
+        beta3 = beta1**2 if self.o.beta3 is None else self.o.beta3
+        weight = beta3 * (1 - beta1 ** (self.t - 1)) + 1 - beta3
+        return (beta3 * self.m + (1 - beta3) * g) / (weight if self.o.bias_correction else 1)
 
     def average(self, g: np.ndarray) -> np.ndarray:
         """``m <- beta1 m + (1 - beta1) g``, over ``1 - beta1^t`` if bias is to be corrected."""

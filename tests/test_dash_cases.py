@@ -133,7 +133,9 @@ class Naive:
             g = G[where]
             self.L[i] = self.b * self.L[i] + w * g @ g.T
             self.R[i] = self.b * self.R[i] + w * g.T @ g
-            self.m[i] = self.betas[0] * self.m[i] + (1 - self.betas[0]) * g
+            before, (beta1, _) = self.m[i], self.betas
+            self.m[i] = beta1 * before + (1 - beta1) * g
+            ahead = (beta1**2 * before + (1 - beta1**2) * g) / (1 - beta1 ** (self.t + 1))
             if self.grafting == "adagrad":
                 self.v[i] = self.v[i] + g * g
             else:
@@ -141,7 +143,7 @@ class Naive:
             if (self.t - 1) % self.freq == 0:
                 self.roots[i] = self.root(self.L[i]), self.root(self.R[i])
             left, right = self.roots[i]
-            U.append(left @ self.m[i] @ right / (1 - self.betas[0] ** self.t))
+            U.append(left @ ahead @ right)
             D.append(self.direction(i))
         total = np.zeros_like(self.W)
         whole = [math.sqrt(sum(np.sum(M * M) for M in Ms if M is not None)) for Ms in (D, U)]
@@ -1477,10 +1479,58 @@ def test_zeros_and_ints_are_values_and_not_gaps() -> None:
 
 
 @pytest.mark.parametrize(
+    ("betas", "beta3"),
+    [((0.9, 0.95), None), ((0.9, 0.95), 0.3), ((0.6, 0.95), 0.6), ((0.6, 0.95), 0.0), ((0.0, 0.9), None)],
+)
+@pytest.mark.parametrize("corrected", [True, False])
+def test_what_is_preconditioned_is_a_sum_of_gradients_with_these_weights(
+    betas: tuple[float, float], beta3: float | None, corrected: bool
+) -> None:
+    """A damping far above the factors makes roots a multiple of the identity: the steps are the sums themselves."""
+    W = torch.zeros(4, 3, dtype=torch.float64, requires_grad=True)
+    opt = DASH([W], lr=1.0, betas=betas, beta3=beta3, bias_correction=corrected, grafting=None, p=2, damping=1e12, rel_damping=0.0, method="evd")  # fmt: skip
+    gradients = [normal(4, 3, seed=step) for step in range(6)]
+    beta1 = betas[0]
+    last = beta1**2 if beta3 is None else beta3
+    for t, gradient in enumerate(gradients):
+        before = W.detach().clone()
+        W.grad = gradient.clone()
+        opt.step()
+        weights = [1 - last] + [last * (1 - beta1) * beta1 ** (k - 1) for k in range(1, t + 1)]
+        expected = sum(w * gradients[t - k] for k, w in enumerate(weights))
+        scale = sum(weights) if corrected else 1.0
+        assert torch.allclose((before - W.detach()) * 1e12, expected / scale, rtol=1e-6, atol=1e-9)
+
+
+def test_a_scheduler_may_take_the_first_beta_below_beta3() -> None:
+    W, V = (normal(6, 5, seed=1).requires_grad_() for _ in range(2))
+    ahead, plain = DASH([W], beta3=0.8), DASH([V], beta3=0.5, betas=(0.5, 0.95))
+    ahead.param_groups[0]["betas"] = (0.5, 0.95)
+    for optimizer, X in ((ahead, W), (plain, V)):
+        train(optimizer, [X], range(3))
+    assert torch.equal(W, V)
+
+
+def test_a_checkpoint_from_before_beta3_goes_on_as_it_was() -> None:
+    W = normal(6, 5, seed=1).requires_grad_()
+    opt = DASH([W], beta3=0.9)
+    train(opt, [W], range(3))
+    old = copy.deepcopy(opt.state_dict())
+    del old["param_groups"][0]["beta3"]
+    V = W.detach().clone().requires_grad_()
+    other = DASH([V])
+    other.load_state_dict(old)
+    for optimizer, X in ((opt, W), (other, V)):
+        train(optimizer, [X], range(3, 6))
+    assert torch.equal(W, V)
+
+
+@pytest.mark.parametrize(
     ("option", "value", "error"),
     [
         ("lr", -1.0, ValueError), ("lr", math.nan, ValueError), ("lr", "fast", TypeError),
         ("lr", torch.ones(2), ValueError), ("betas", (0.9,), ValueError), ("betas", (1.0, 0.9), ValueError),
+        ("beta3", 0.91, ValueError), ("beta3", -0.1, ValueError), ("beta3", math.nan, ValueError), ("beta3", "nesterov", TypeError),
         ("betas", "ab", ValueError), ("betas", 0.9, ValueError), ("block_size", 0, ValueError), ("block_size", 2.5, ValueError),
         ("block_size", True, TypeError), ("block_size", math.nan, ValueError), ("update_freq", 0, ValueError),
         ("update_freq", 1.0, TypeError), ("update_freq", True, TypeError), ("start_step", -1, ValueError),

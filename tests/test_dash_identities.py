@@ -114,9 +114,19 @@ def test_repeated_gradient(run):
         ({"beta_factors": 0.6, "betas": (0.9, 0.95)}, t**0),
         (
             {"beta_factors": 0.6, "betas": (0.9, 0.95), "bias_correction": False},
-            (1 - 0.9**t) * (1 - 0.6**t) ** -0.5,
+            (1 - 0.9 ** (t + 1))
+            * (1 - 0.6**t) ** -0.5,  # Nesterov's step is that of an average one gradient older
         ),
-        ({"beta_factors": 1.0, "betas": (0.9, 0.95), "bias_correction": False}, (1 - 0.9**t) * t**-0.5),
+        (
+            {"beta_factors": 1.0, "betas": (0.9, 0.95), "bias_correction": False},
+            (1 - 0.9 ** (t + 1)) * t**-0.5,
+        ),
+        (
+            {"beta_factors": 1.0, "betas": (0.9, 0.95), "beta3": 0.9, "bias_correction": False},
+            (1 - 0.9**t) * t**-0.5,
+        ),
+        ({"beta_factors": 1.0, "betas": (0.9, 0.95), "beta3": 0.0, "bias_correction": False}, t**-0.5),
+        ({"beta_factors": 1.0, "betas": (0.9, 0.95), "beta3": 0.5}, t**-0.5),
         ({"beta_factors": 0.6, "momentum": 0.8}, (1 - 0.8**t) / 0.2),
         ({"beta_factors": 0.6, "momentum": 0.8, "nesterov": True}, 1 + 0.8 * (1 - 0.8**t) / 0.2),
     ):

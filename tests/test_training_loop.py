@@ -106,6 +106,23 @@ def test_a_run_is_the_loop_that_one_would_write(tmp_path, data):
     assert perplexity(outcome.loss) == pytest.approx(math.exp(np.mean(each)), rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("options", "schedule", "expected"),
+    [
+        ("dash", {}, 0.1 + 0.45 * (1 + math.cos(math.pi / 40))),  # a cosine from the first step on
+        ("muon", {}, 0.1 + 0.45 * (1 + math.cos(math.pi / 40))),
+        ("adamw", {}, 0.25),
+        ("sgd", {"type": "constant"}, 0.25),
+        ("dash", {"warmup": 0.1}, 0.25),
+        ("adamw", {"warmup": 0}, 0.1 + 0.45 * (1 + math.cos(math.pi / 40))),
+    ],
+)
+def test_a_job_warms_up_as_suits_its_optimizer_unless_told_otherwise(data, options, schedule, expected):
+    job = tiny(data, optimizer={"type": options, "lr": 0.25}, schedule=schedule, training={"steps": 40})
+    run = Run(job, load_corpus(str(data)), torch.device("cpu"))
+    assert run.take_step()["rate"] == pytest.approx(0.25 * expected)
+
+
 def test_looks_in_between_take_as_many_windows_as_asked_for(tmp_path, data):
     job = tiny(data, logging={"validation_windows": 3}, training={"batch": 2})
     corpus = load_corpus(str(data))

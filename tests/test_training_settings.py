@@ -31,6 +31,15 @@ def test_warmup_as_a_share_is_that_of_all_steps():
     assert Schedule(warmup=0).factor(1, 100) == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi / 100)))
 
 
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+def test_a_warmup_that_nobody_asked_for_is_put_in_once(kind):
+    asked, open_ = Schedule(kind, warmup=0.5), Schedule(kind)
+    assert asked.suited(0.1) == asked
+    assert open_.suited(0.1) == Schedule(kind, warmup=0.1)
+    with pytest.raises(ValueError, match=r"schedule.warmup: expected a number"):
+        open_.factor(1, 10)
+
+
 def test_wsd_is_flat_and_then_linear():
     schedule = Schedule(type="wsd", warmup=10, final=0.0, decay=0.25)
     assert [schedule.factor(step, 100) for step in (5, 10, 40, 75)] == [0.5, 1.0, 1.0, 1.0]

@@ -49,6 +49,18 @@ RATES: Final = {
 }
 """Peak learning rates that a job starts from: the best that were tried for 300 steps of the 0.9m preset (docs/studies/better.md)."""
 
+WARMUP: Final = {
+    "dash": 0.0,
+    "adamw": 0.1,
+    "adam": 0.1,
+    "sgd": 0.1,
+    "muon": 0.0,
+    "soap": 0.1,
+    "shampoo": 0.1,
+}
+"""Warm-up that a job has unless it says otherwise, as a share of its steps: that of none and a tenth with which each trained best. The first steps of DASH and
+Muon move every direction by about as much as the last ones, and a warm-up wastes them; AdamW without one ends higher by 0.09 (docs/studies/better.md)."""
+
 BESIDE: Final = 0.25
 """The rate of the AdamW that updates what DASH and Muon do not, as a share of theirs: AdamW's own best rates are lower by about that much."""
 
@@ -81,6 +93,7 @@ class Optimizers:
             if kind == "dash" and group is not None:
                 options["process_group"] = group
             self.each = _build(model, options, routing == "all", overrides)
+        self.warmup = WARMUP[kind]
         self._peaks = [[float(group["lr"]) for group in one.param_groups] for one in self.each]
 
     @property

@@ -106,7 +106,8 @@ class Run:
         """Take the next step and return its metrics."""
         training = self.job.training
         self.step += 1
-        rate = self.optimizers.set_rate(self.job.schedule.factor(self.step, training.steps))
+        schedule = self.job.schedule.suited(self.optimizers.warmup)
+        rate = self.optimizers.set_rate(schedule.factor(self.step, training.steps))
         parts = self._batch(self.step)
         started = self._clock()
         spent = dict.fromkeys(PARTS, 0.0)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 Kind = Literal["cosine", "wsd", "constant"]
@@ -19,19 +19,21 @@ class Schedule:
         type: "cosine" falls along half a cosine to ``final``; "wsd" (warm-up, stable, decay) stays at 1 and falls linearly to ``final`` over the
             last ``decay`` of all steps, not at all if that is none; "constant" stays at 1.
         warmup: steps over which the rate rises linearly from 0; the step after them is the first at the peak. A fraction below 1 is that share of all steps.
+            None: what suits the optimizer (:data:`dash_optim.training.optimizers.WARMUP`), put in by :meth:`suited`.
         final: the last step's multiple of the peak.
         decay: the share of all steps over which "wsd" falls.
     """
 
     type: Kind = "cosine"
-    warmup: float = 0.1
+    warmup: float | None = None
     final: float = 0.1
     decay: float = 0.2
 
     def __post_init__(self) -> None:
         if self.type not in KINDS:
             raise ValueError(f"schedule.type: expected one of {list(KINDS)}, got {self.type!r}")
-        if not 0 <= self.warmup < math.inf or (self.warmup >= 1 and self.warmup != int(self.warmup)):
+        warmup = 0 if self.warmup is None else self.warmup
+        if not 0 <= warmup < math.inf or (warmup >= 1 and warmup != int(warmup)):
             raise ValueError(
                 f"schedule.warmup: expected a number of steps, or a share of them below 1, got {self.warmup}"
             )
@@ -51,6 +53,12 @@ class Schedule:
         left = 0.5 * (1 + math.cos(math.pi * done)) if self.type == "cosine" else 1 - done
         return self.final + (1 - self.final) * left
 
+    def suited(self, warmup: float) -> Schedule:
+        """Return the same with this warm-up, if none was asked for."""
+        return replace(self, warmup=warmup) if self.warmup is None else self
+
     def warmup_steps(self, steps: int) -> int:
-        """Return how many steps of ``steps`` the warm-up takes."""
+        """Return how many steps of ``steps`` the warm-up takes; raise ``ValueError`` where it is not known yet."""
+        if self.warmup is None:
+            raise ValueError("schedule.warmup: expected a number; None is for `suited` to replace")
         return round(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
