@@ -29,7 +29,7 @@ from matroots.solvers import SOLVERS, Solver
 
 DEFAULTS: Final[dict[str, Any]] = {
     "lr": 1e-3,
-    "betas": (0.9, 0.95),
+    "betas": (0.85, 0.99),
     "beta3": None,
     "eps": 1e-8,
     "weight_decay": 0.0,

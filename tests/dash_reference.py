@@ -33,7 +33,7 @@ class Options:
     """What may differ from parameter to parameter: the keywords of ``dash_optim.DASH`` and their defaults."""
 
     lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = (0.85, 0.99)
     beta3: float | None = None
     block_size: float = 1024
     p: int | float | Fraction | str | None = 2

@@ -147,7 +147,7 @@ def test_other_solvers_take_exponents_of_their_own(grafting):
 TORCH = {
     "AdamW": (
         {"algorithm": "adamw"},
-        lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0),
+        lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.85, 0.99), weight_decay=0.0),
     ),
     "AdamW with options": (
         {
@@ -162,15 +162,15 @@ TORCH = {
     ),
     "AdamW, no dimension small enough": (
         {"max_factor_dim": 1, "eps": 1e-2, "momentum": 0.9},
-        lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.9, 0.95), eps=1e-2, weight_decay=0.0),
+        lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.85, 0.99), eps=1e-2, weight_decay=0.0),
     ),
     "Adam": (
         {"start_step": NEVER},
-        lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0),
+        lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.85, 0.99), weight_decay=0.0),
     ),
     "Adam with options": (
         {"start_step": NEVER, "grafting": Graft("adam", 0.8, 1e-2), "weight_decay": 0.5, "maximize": True},
-        lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.9, 0.8), eps=1e-2, weight_decay=0.5, maximize=True),
+        lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.85, 0.8), eps=1e-2, weight_decay=0.5, maximize=True),
     ),
     "RMSprop": (
         {"start_step": NEVER, "grafting": Graft("rmsprop", 0.8, 1e-2), "betas": (0.0, 0.9), "momentum": 0.9},
@@ -208,7 +208,7 @@ def test_steps_without_a_preconditioner_are_those_of_torch(name, run):
 def test_vectors_and_scalars_take_adamw_by_default(run):
     starts, gradients = problem([(7,), (1,), (), (1, 1), (0,)], steps=20)
     parameters = torch_parameters(starts)
-    optimizer = torch.optim.AdamW(parameters, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(parameters, lr=0.01, betas=(0.85, 0.99), weight_decay=0.1)
     expected = torch_steps(optimizer, parameters, gradients)
     found = run([{"params": starts}], gradients, lr=0.01, weight_decay=0.1, start_step=3, grafting=None)
     for t, values in enumerate(expected):
