@@ -383,7 +383,7 @@ def test_one_element_is_adamws(shape: tuple[int, ...], one_d: str) -> None:
     (W,) = parameters(shape)
     (V,) = parameters(shape)
     opt = DASH([W], one_d=one_d, lr=0.1, weight_decay=0.1)
-    other = torch.optim.AdamW([V], lr=0.1, weight_decay=0.1, betas=(0.9, 0.95))
+    other = torch.optim.AdamW([V], lr=0.1, weight_decay=0.1, betas=(0.85, 0.99))
     for step in range(4):
         give([W], step)
         give([V], step)

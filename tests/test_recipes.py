@@ -117,7 +117,7 @@ def by_hand(
     for step in range(task.STEPS if callable(rates) else len(rates)):
         used.append(rates(losses) if callable(rates) else rates[step])
         for group in opt.param_groups:
-            group["lr"], group["betas"] = used[-1], (betas[step] if betas else 0.9, 0.95)
+            group["lr"], group["betas"] = used[-1], (betas[step] if betas else 0.85, 0.99)
         x, y = task.batch(step % task.STEPS)
         opt.zero_grad()
         loss = cross_entropy(model(x), y)

@@ -38,14 +38,16 @@ def network(seed: int = 0) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 @cache
-def trained(steps: int = 60, lr: float = 1e-2, seed: int = 0, **options: Any) -> tuple[float, Diagnostics]:
-    """Train with a falling rate; return the loss of all data, and the diagnostics."""
+def trained(
+    steps: int = 60, lr: float = 1e-2, seed: int = 0, warmup: int = 0, **options: Any
+) -> tuple[float, Diagnostics]:
+    """Train with a falling rate, after so many steps of warm-up; return the loss of all data, and the diagnostics."""
     model, x, y = network(seed)
     opt = DASH(model.named_parameters(), lr=lr, **{"block_size": 32, "update_freq": 1, **options})
     draw = torch.Generator().manual_seed(seed + 1)
     for step in range(steps):
         batch = torch.randint(0, 256, (64,), generator=draw)
-        opt.param_groups[0]["lr"] = lr * (1 - step / steps)
+        opt.param_groups[0]["lr"] = lr * (1 - step / steps) * min(1, (step + 1) / max(warmup, 1))
         opt.zero_grad()
         mse(model(x[batch]), y[batch]).backward()
         opt.step()
@@ -87,7 +89,7 @@ def matrix(*shape: int) -> nn.Parameter:
         ({"lr": 10.0}, {"lr": 1e-2}),
         ({"grafting": None, "p": 2}, {"p": 2}),
         ({"grafting": "sgd", "lr": 10.0}, {"grafting": "sgd", "lr": 1e-1}),
-        ({"momentum": 0.99}, {"momentum": 0.99, "lr": 1e-4}),
+        ({"momentum": 0.99, "lr": 3e-2}, {"momentum": 0.99, "lr": 3e-4}),
     ],
     ids=str,
 )
@@ -255,6 +257,7 @@ LONG: dict[str, Any] = {"steps": 120, "lr": 2e-2}
         (STALE, {**STALE, "start_step": 20}),
         (STALE, {"refresh": "certified", "refresh_tol": 3.0, "rel_damping": 1e-4}),
         ({}, {"start_step": 20}),
+        ({"warmup": 24}, {}),
         ({"p": 4, "rel_damping": 1.0}, {"p": 4}),
         ({**LONG, "rel_damping": 1.0}, LONG),
         ({**LONG, "rel_damping": 1.0}, {**LONG, "rel_damping": 1e-4}),
