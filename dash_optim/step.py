@@ -160,13 +160,13 @@ def precondition(
     With a = beta3 / beta1 and M as it is after the step, what is preconditioned is ``N = a M + (1 - a) G``, of weight ``1 - a beta1^t``. Writes to G.
     """
     recipe, span, share = stack.recipe, chunk.span, stack.recipe.average_share
-    if "exp_avg" not in stack.elements:
-        U = gather(stack, chunk, taken) if G is None else G
-    elif share == 1:
-        U = stack.elements["exp_avg"][span]
+    M = stack.elements["exp_avg"][span] if "exp_avg" in stack.elements else None
+    if M is not None and share == 1:
+        U = M
     else:
         U = gather(stack, chunk, taken) if G is None else G
-        U.lerp_(stack.elements["exp_avg"][span], share)
+        if M is not None:
+            U.lerp_(M, share)
     for i, (dim, (sides, j)) in enumerate(stack.side_of.items()):
         # what waits for the norms of a layer needs memory of its own
         fresh = recipe.grafting_scope == "layer" and i == len(stack.side_of) - 1
